@@ -62,7 +62,7 @@ def stop(process: subprocess.Popen[str]) -> None:
 @pytest.fixture(scope="session")
 def service_url() -> Iterator[str]:
     process, url = start_service(
-        f"--budget={BUDGET}", "--max-block=8MiB", "--partial-life=60", "--ticket-life=1"
+        f"--budget={BUDGET}", "--max-block=8MiB", "--partial-life=60", "--ticket-life=4"
     )
     yield url
     stop(process)
