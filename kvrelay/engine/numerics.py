@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from kvrelay.engine.attention.choice import least_block_size
+from kvrelay.engine.attention.native.products import Products
 from kvrelay.engine.core.updates import Work
 from kvrelay.engine.kernels import kernels
 from kvrelay.engine.model.forward import TransformersModel
@@ -42,6 +43,8 @@ def numeric_profile(
     size = max(BLOCK, least_block_size(attention_backend))
     runner = Runner(model, 2 * -(LONGEST // -size), size, attention_backend, threads)
     parts = ["native", *kernels(model.device)]
+    if isinstance(products := model.products, Products):
+        parts.append(products.profile)
     if isinstance(model.forward, TransformersModel):  # its own forward pass, not ours
         parts.append(f"transformers-{transformers.__version__}")
     with torch.inference_mode():

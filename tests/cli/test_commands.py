@@ -20,7 +20,13 @@ from kvrelay.cli.up import UpConfig, _check
 from kvrelay.cluster import endpoints
 from kvrelay.cluster.layout import ROOT
 from kvrelay.cluster.ports import free_ports
-from kvrelay.engine.attention.native.library import FORCED, load_kernel
+from kvrelay.engine.attention.native.library import (
+    FORCED,
+    FORCED_PRODUCTS,
+    load_kernel,
+    load_products,
+)
+from kvrelay.engine.attention.native.products import Products
 from kvrelay.errors import NotFound, Rejected
 from kvrelay.installation import command
 
@@ -222,6 +228,24 @@ def test_doctor_finds_what_the_tests_run_on() -> None:
     states = {finding["name"]: finding["state"] for finding in found["findings"]}
     assert states["python"] == states["torch"] == states["attention"] == "ok"
     assert (done.returncode == 0) is found["ok"]
+
+
+def test_doctor_says_what_multiplies_bfloat16(
+    compiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default what a worker uses; what was asked for in vain is named."""
+    products = load_products()
+    if isinstance(products, Products):
+        usual = ("ok", products.profile)
+    else:
+        usual = ("absent" if products.notable else "ok", products.reason)
+    said = {"": usual, "mkl": ("absent", f"{FORCED_PRODUCTS}: 'mkl'")}
+    for forced, (state, found) in said.items():
+        monkeypatch.setenv(FORCED_PRODUCTS, forced)
+        findings = json.loads(kvrelay("doctor", "--json").stdout)["findings"]
+        (finding,) = [each for each in findings if each["name"] == "products"]
+        assert finding["state"] == state
+        assert found in finding["found"]
 
 
 def test_doctor_says_which_attention_kernel_is_here_or_why_none(

@@ -170,6 +170,7 @@ def _torch() -> Iterator[Diagnosis]:
         means += "; flash_attn is installed: --attention-backend flash_attn on a GPU"
     yield Diagnosis("attention", "ok", "sdpa, of torch", means)
     yield _native_attention()
+    yield _products()
     from kvrelay.engine.kernels import kernels
 
     profile = "/".join(kernels(torch.device("cuda" if count else "cpu")))
@@ -187,6 +188,22 @@ def _native_attention() -> Diagnosis:
         means = "workers compute attention with sdpa"
         return Diagnosis("native kernel", "absent", str(error), means)
     return Diagnosis("native kernel", "ok", found, "workers on the CPU compute attention with it")
+
+
+def _products() -> Diagnosis:
+    """Whether bfloat16 is multiplied on AMX tiles."""
+    from kvrelay.engine.attention.native.library import load_products
+    from kvrelay.engine.attention.native.products import Products
+
+    try:
+        found = load_products()
+    except Rejected as error:
+        return Diagnosis("products", "absent", str(error), "workers in bfloat16 refuse to start")
+    if isinstance(found, Products):
+        means = "workers on the CPU multiply bfloat16 with it"
+        return Diagnosis("products", "ok", f"{found.profile}, on AMX tiles", means)
+    means = "workers on the CPU multiply bfloat16 with oneDNN"
+    return Diagnosis("products", "absent" if found.notable else "ok", found.reason, means)
 
 
 def _port() -> Diagnosis:

@@ -1,9 +1,11 @@
-"""Linear layers on the CPU with weights in oneDNN's own layout, packed once at start.
+"""Linear layers on the CPU whose weights are packed once at start.
 
-Measured on a 2-core AVX-512 machine, one thread, 1024 x 6144: bfloat16 1.5 times (16 rows) to 2.5
-times (1 row) as fast as ``nn.Linear`` and equal to the bit; float32 3 times (16 rows), within 3e-6.
-A row's result does not depend on how many rows are beside it, save for a lone row in float32 or of
-more than 1,024 elements, which is therefore computed as one of two.
+In bfloat16 on CPUs with AMX the product is our own (``attention.native.products``), else oneDNN's.
+
+oneDNN's, measured on a 2-core AVX-512 machine, one thread, 1024 x 6144: bfloat16 1.5 times (16
+rows) to 2.5 times (1 row) as fast as ``nn.Linear`` and equal to the bit; float32 3 times (16 rows),
+within 3e-6. A row's result does not depend on how many rows are beside it, save for a lone row in
+float32 or of more than 1,024 elements, which is therefore computed as one of two.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from kvrelay.engine.attention.index import rows_computed
+from kvrelay.engine.attention.native.library import load_products
+from kvrelay.engine.attention.native.products import NoProducts, Products, tiled
 
 _PACKED = (torch.float32, torch.bfloat16)
 _ROWS_HINT = 16
@@ -46,28 +50,49 @@ def limit_onednn() -> None:
         os.environ.setdefault(name, str(KERNELS))
 
 
+def products_of(dtype: torch.dtype) -> Products | NoProducts:
+    """What multiplies on the CPU in a dtype; ``Rejected`` if the environment asks in vain."""
+    if dtype is torch.bfloat16:
+        return load_products()
+    return NoProducts("AMX tiles are for bfloat16", notable=False)
+
+
 class PackedLinear(torch.nn.Module):
     """``nn.Linear`` without its ``weight`` attribute."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        reorder = cast(_Reorder, torch.ops.mkldnn._reorder_linear_weight)
-        self._multiply = cast(_Pointwise, torch.ops.mkldnn._linear_pointwise.default)
-        self._packed = reorder(weight.detach(), _ROWS_HINT)
-        self._bias = None if bias is None else bias.detach()
+        products = products_of(weight.dtype)
+        self._product: Linear = (
+            tiled(products, weight, bias)
+            if isinstance(products, Products)
+            else _by_onednn(weight, bias)
+        )
         self.out_features = weight.shape[0]
         self.in_features = weight.shape[1]
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """[..., in features] to [..., out features]."""
         flat = rows if rows.dim() == 2 else rows.reshape(-1, self.in_features)
-        lone = flat.shape[0] < rows_computed(flat.shape[0], self.in_features, flat.dtype)
-        if lone:
-            flat = flat.expand(2, -1).contiguous()
-        out = self._multiply(flat, self._packed, self._bias, "none", [], "")
-        if lone:
-            out = out[:1]
+        out = self._product(flat)
         return out if flat is rows else out.view(*rows.shape[:-1], self.out_features)
+
+
+def _by_onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """The product of rows [rows, in features] with a weight that oneDNN packs."""
+    multiply = cast(_Pointwise, torch.ops.mkldnn._linear_pointwise.default)
+    reorder = cast(_Reorder, torch.ops.mkldnn._reorder_linear_weight)
+    packed = reorder(weight.detach(), _ROWS_HINT)
+    added = None if bias is None else bias.detach()
+    size = weight.shape[1]
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        lone = rows.shape[0] < rows_computed(rows.shape[0], size, rows.dtype)
+        given = rows.expand(2, -1).contiguous() if lone else rows
+        out = multiply(given, packed, added, "none", [], "")
+        return out[:1] if lone else out
+
+    return product
 
 
 def linear(layer: torch.nn.Linear) -> Linear:

@@ -19,6 +19,7 @@ from kvrelay.connector.mock import MockConnector
 from kvrelay.connector.none import NoConnector
 from kvrelay.connector.script import PREFIX, read_script
 from kvrelay.connector.store import StoreConnector
+from kvrelay.engine.attention.native.products import Products
 from kvrelay.engine.core.blocks import Naming
 from kvrelay.engine.core.external import Connector
 from kvrelay.engine.core.plan import EngineLimits
@@ -118,6 +119,10 @@ def open_runner(model: LoadedModel, limits: EngineLimits, way: Way, threads: int
     runner = Runner(model, limits.num_blocks, limits.block_size, way.backend, threads, graphs)
     if runner.attention_reason:
         log.warning("attention is %s: %s", runner.attention_profile, runner.attention_reason)
+    if isinstance(model.products, Products):
+        log.info("matrix products are %s", model.products.profile)
+    elif model.products.notable:
+        log.warning("matrix products do not use AMX: %s", model.products.reason)
     if runner.graphs_reason:
         log.warning("decode steps are no CUDA graphs: %s", runner.graphs_reason)
     return runner

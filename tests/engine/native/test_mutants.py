@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from kvrelay.engine.attention.native import build
-from kvrelay.engine.attention.native.library import runs
+from kvrelay.engine.attention.native.library import runs, tiles_refused
 
 VARIANT = "avx2"
 KERNEL, LANES, COMMON = "attention.cpp", "lanes_avx2.h", "lanes.h"
@@ -131,18 +132,83 @@ MUTANTS = {
 }
 
 
-def compile_in(folder: Path) -> Path:
+# Of the products on AMX tiles, in the same way.
+PRODUCTS = "products.cpp"
+PRODUCT_MUTANTS = {
+    "the number of rows changes the order of blocks": (
+        "for (long i = 0; i < whole; i++)\n    add_block<BOTH>(strip.x + i * LINE, strip.bytes,"
+        " packed + i * STEP);",
+        "for (long j = 0; j < whole; j++) {\n    const long i = BOTH ? j : whole - 1 - j;\n"
+        "    add_block<BOTH>(strip.x + i * LINE, strip.bytes, packed + i * STEP);\n  }",
+    ),
+    "sums begin anew with every chunk": ("count, from == 0, own);", "count, true, own);"),
+    "sums of the task before are kept": ("count, from == 0, own);", "count, false, own);"),
+    "the sums of a task overlap": ("((panel - left) * strips + i) * NUMBERS", "i * NUMBERS"),
+    "the rest of a row is read from the next row": (
+        "const bool odd = job.k % DEPTH != 0;",
+        "const bool odd = false;",
+    ),
+    "the rest of a row is left out": (
+        "if (strip.tail) add_block<BOTH>(strip.tail,",
+        "if (false) add_block<BOTH>(strip.tail,",
+    ),
+    "the rest of a row has no zeros behind it": (
+        "memset(to + 2 * rest, 0, size_t(LINE - 2 * rest));",
+        "memset(to + 2 * rest, 0xff, size_t(LINE - 2 * rest));",
+    ),
+    "every strip has the rest of the first": ("tails + i * FEW * LINE", "tails"),
+    "columns beyond the last are written": (
+        "__mmask16((1u << least(SIDE, job.n - column)) - 1)",
+        "__mmask16(0xffff)",
+    ),
+    "rows beyond the last are read": (
+        "made.rows[i] = uint8_t(least(rows, SIDE));",
+        "made.rows[i] = SIDE;",
+    ),
+    "the lower tiles keep their rows": ("if (rows == now) return;", "if (now) return;"),
+    "left and right columns are swapped": (
+        "_tile_loadd(6, packed, LINE);",
+        "_tile_loadd(6, packed + STEP / 2, LINE);",
+    ),
+    "the bias is added after rounding": (
+        "if (job.bias) y = _mm512_add_ps(y, bias);",
+        "if (job.bias) y = _mm512_add_ps(_mm512_castsi512_ps(_mm512_slli_epi32("
+        "_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(y)), 16)), bias);",
+    ),
+    "every half of a panel has one bias": ("job.bias + 2 * column", "job.bias + 2 * from"),
+    "a NaN has the bits of its origin": (
+        "_mm512_cvtneps_pbh(canonical(y))",
+        "_mm512_cvtneps_pbh(y)",
+    ),
+    "a result is cut off and not rounded": (
+        "(__m256i)_mm512_cvtneps_pbh(canonical(y));",
+        "_mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(canonical(y)), 16));",
+    ),
+    "the last task has the rows of the first": (
+        "task / job.across * job.tall, bottom",
+        "task / job.across * 0, bottom",
+    ),
+    "the last rows of many are left out": ("tasks = down * across", "tasks = across"),
+    "few products wake threads": ("SERIAL = 1e5", "SERIAL = 0"),
+    "many products wake no threads": ("SERIAL = 1e5", "SERIAL = 1e15"),
+    "subnormal numbers count": ("  const Rounding rounding;\n", ""),
+}
+
+
+def compile_in(folder: Path, variant: str = VARIANT) -> Path:
     """The object of the sources in a folder, with the flags of the build."""
     path = folder / "mutant.so"
-    sources = [str(folder / name) for name in build.SOURCES]
-    flags = [*build.FLAGS, *build.VARIANTS[VARIANT], *sources, "-o", str(path)]
+    flags = [*build.FLAGS, *build.flags_and_sources(variant, folder), "-o", str(path)]
     subprocess.run([*build.compiler(), *flags], check=True, timeout=SECONDS)
     return path
 
 
-def found_by(path: Path) -> str | None:
+PROGRAMS = (["guarded"], ["row_checks", "11", "60"], ["checks", "11", "12"])
+PRODUCT_PROGRAMS = (["product_guarded"], ["product_checks", "11", "60"])
+
+
+def found_by(path: Path, programs: Sequence[list[str]] = PROGRAMS) -> str | None:
     """The name of the program that fails on an object, or ``None``."""
-    programs = (["guarded"], ["row_checks", "11", "60"], ["checks", "11", "12"])
     for words in ([name, str(path), *rest] for name, *rest in programs):
         command = [sys.executable, "-m", f"tests.engine.native.{words[0]}", *words[1:]]
         if subprocess.run(command, capture_output=True, timeout=SECONDS).returncode != 0:
@@ -172,3 +238,28 @@ def test_a_mistake_is_found(sources: Path, name: str) -> None:
     assert text.count(line) == 1, f"{file} has {line!r} {text.count(line)} times"
     (sources / file).write_text(text.replace(line, wrong))
     assert found_by(compile_in(sources)) is not None
+
+
+@pytest.fixture
+def product_sources(tmp_path: Path, compiled: None) -> Path:
+    if reason := tiles_refused():
+        pytest.skip(reason)
+    for path in (*build.FOLDER.glob("*.cpp"), *build.FOLDER.glob("*.h")):
+        shutil.copy(path, tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_the_products_themselves_pass(product_sources: Path) -> None:
+    assert found_by(compile_in(product_sources, build.PRODUCTS), PRODUCT_PROGRAMS) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRODUCT_MUTANTS)
+def test_a_mistake_in_the_products_is_found(product_sources: Path, name: str) -> None:
+    line, wrong = PRODUCT_MUTANTS[name]
+    source = product_sources / PRODUCTS
+    text = source.read_text()
+    assert text.count(line) == 1, f"{PRODUCTS} has {line!r} {text.count(line)} times"
+    source.write_text(text.replace(line, wrong))
+    assert found_by(compile_in(product_sources, build.PRODUCTS), PRODUCT_PROGRAMS) is not None

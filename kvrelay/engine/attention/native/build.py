@@ -1,4 +1,4 @@
-"""Compiles the kernels of the CPU: one shared object for each instruction set.
+"""Compiles the kernels of the CPU: a shared object for each instruction set, one of products.
 
 ``pip install`` runs it through the build hook of pyproject.toml, and
 ``python -m kvrelay.engine.attention.native.build`` by hand. It imports the standard library only.
@@ -31,6 +31,9 @@ VARIANTS = {
     "avx2": _AVX2,
     PLAIN: (),
 }
+# The object of products on AMX tiles, beside the variants.
+PRODUCTS = "amx"
+_OBJECTS = {PRODUCTS: (*VARIANTS["avx512bf16"], "-mamx-tile", "-mamx-bf16"), **VARIANTS}
 # Contraction would fuse a product and a sum in one place and not in another.
 FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off"),
@@ -38,7 +41,8 @@ FLAGS = (
 )
 # What each object is made of: ``plain`` is the definition, in plain C++.
 SOURCES = ("attention.cpp", "rows.cpp")
-PLAIN_SOURCES = ("plain.cpp", "plain_rows.cpp")
+PRODUCTS_SOURCES = ("products.cpp",)
+PLAIN_SOURCES = ("plain.cpp", "plain_rows.cpp", "plain_products.cpp")
 _STATIC = ("-static-libgcc", "-static-libstdc++")  # so that no runtime of C++ is needed
 _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 300.0  # for one object, on a machine that is busy
@@ -54,9 +58,14 @@ def variants() -> tuple[str, ...]:
     return tuple(VARIANTS) if intel else (PLAIN,)
 
 
+def objects() -> tuple[str, ...]:
+    """All objects of this machine's architecture; the plain one is the last."""
+    return tuple(_OBJECTS) if variants() != (PLAIN,) else (PLAIN,)
+
+
 def digest() -> str:
     """Of the sources and the flags."""
-    found = hashlib.sha256(repr((VARIANTS, FLAGS)).encode())
+    found = hashlib.sha256(repr((_OBJECTS, FLAGS)).encode())
     for path in sorted((*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h"))):
         found.update(path.read_bytes())
     return found.hexdigest()[:12]
@@ -83,7 +92,7 @@ def build(folder: Path = FOLDER) -> list[Path]:
     An instruction set that the compiler does not know is left out. Raises ``BuildError`` if not
     even the plain object compiles.
     """
-    wanted = {variant: folder / object_name(variant) for variant in variants()}
+    wanted = {variant: folder / object_name(variant) for variant in objects()}
     missing = [variant for variant, path in wanted.items() if not path.exists()]
     if missing:
         command = compiler()
@@ -97,14 +106,18 @@ def build(folder: Path = FOLDER) -> list[Path]:
     return [path for path in wanted.values() if path.exists()]
 
 
+def flags_and_sources(name: str, folder: Path = FOLDER) -> list[str]:
+    """What an object is compiled with besides ``FLAGS``, its sources in a folder."""
+    sources = {PLAIN: PLAIN_SOURCES, PRODUCTS: PRODUCTS_SOURCES}.get(name, SOURCES)
+    return [*_OBJECTS[name], *(str(folder / source) for source in sources)]
+
+
 def _compile(command: list[str], variant: str, path: Path) -> str:
     """Compile one object; returns the compiler's complaint, empty if there is none."""
-    names = PLAIN_SOURCES if variant == PLAIN else SOURCES
-    sources = [str(FOLDER / name) for name in names]
     static = _STATIC if sys.platform == "linux" else ()
     with tempfile.TemporaryDirectory(dir=path.parent) as room:
         made = Path(room) / path.name
-        flags = [*FLAGS, *static, *VARIANTS[variant], *sources, "-o", str(made)]
+        flags = [*FLAGS, *static, *flags_and_sources(variant), "-o", str(made)]
         try:
             done = subprocess.run(
                 [*command, *flags], capture_output=True, text=True, timeout=_SECONDS, check=False

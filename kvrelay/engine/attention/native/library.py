@@ -17,11 +17,29 @@ from pathlib import Path
 import torch
 
 from kvrelay.engine.attention.native.arguments import KernelArguments
-from kvrelay.engine.attention.native.build import COMMAND, FOLDER, PLAIN, object_name, variants
+from kvrelay.engine.attention.native.build import (
+    COMMAND,
+    FOLDER,
+    PLAIN,
+    PRODUCTS,
+    object_name,
+    variants,
+)
+from kvrelay.engine.attention.native.products import (
+    NoProducts,
+    ProductFunction,
+    Products,
+    product_function,
+)
 from kvrelay.engine.attention.native.rows import RowFunctions, row_functions
-from kvrelay.engine.attention.native.self_test import differs, rows_differ
+from kvrelay.engine.attention.native.self_test import differs, products_differ, rows_differ
+from kvrelay.errors import Rejected
 
-FORCED = "KVRELAY_ATTENTION_VARIANT"  # the object to use, for tests and comparisons
+# For tests and comparisons: the object of attention, and what multiplies in bfloat16.
+FORCED = "KVRELAY_ATTENTION_VARIANT"
+FORCED_PRODUCTS = "KVRELAY_PRODUCTS"
+ONEDNN = "onednn"
+NO_TILES = "this processor has no AMX for bfloat16"
 
 Function = Callable[[KernelArguments], int]
 
@@ -69,22 +87,22 @@ def load_kernel() -> NativeKernel:
 
 def load_object(variant: str, folder: Path = FOLDER) -> Function:
     """The entry of one object, which this processor must be able to run."""
-    return entry_of(_open(variant, folder))
+    return entry_of(open_object(variant, folder))
 
 
 def load_rows(variant: str, folder: Path = FOLDER) -> RowFunctions:
     """The row kernels of one object, which this processor must be able to run."""
-    return row_functions(_open(variant, folder))
+    return row_functions(open_object(variant, folder))
 
 
 def runs(variant: str) -> bool:
     """Whether this processor has the instructions of an object."""
-    return bool(_open(PLAIN, FOLDER).kvrelay_runs(variant.encode()))
+    return bool(open_object(PLAIN, FOLDER).kvrelay_runs(variant.encode()))
 
 
 @cache
 def _load(forced: str) -> NativeKernel:
-    plain = _open(PLAIN, FOLDER)
+    plain = open_object(PLAIN, FOLDER)
     oracle = entry_of(plain)
     plain.kvrelay_revision.restype = ctypes.c_int64
     against: list[str] = []
@@ -108,7 +126,52 @@ def _load(forced: str) -> NativeKernel:
     raise NoKernel("; ".join(against))
 
 
-def _open(variant: str, folder: Path) -> ctypes.CDLL:
+def load_products() -> Products | NoProducts:
+    """What multiplies in bfloat16; ``Rejected`` if the environment wants what cannot be used."""
+    forced = os.environ.get(FORCED_PRODUCTS, "")
+    if forced not in ("", PRODUCTS, ONEDNN):
+        raise Rejected(FORCED_PRODUCTS, f"{forced!r} is not known: {PRODUCTS} or {ONEDNN}")
+    if forced == ONEDNN:
+        return NoProducts(f"{FORCED_PRODUCTS}={forced}", notable=False)
+    found = _load_products()
+    if forced and isinstance(found, NoProducts):
+        raise Rejected(FORCED_PRODUCTS, f"{forced} cannot be used: {found.reason}")
+    return found
+
+
+@cache
+def _load_products() -> Products | NoProducts:
+    try:
+        reason = tiles_refused()
+    except NoKernel as error:  # which is said of attention already
+        return NoProducts(str(error), notable=False)
+    if reason:
+        return NoProducts(reason, notable=reason != NO_TILES)
+    try:
+        function = load_product(PRODUCTS)
+        against = products_differ(function, load_product(PLAIN))
+    except NoKernel as error:
+        return NoProducts(str(error))
+    if against is None and not parallel():
+        against = "torch has no GOMP_parallel"
+    return Products(function, parallel()) if against is None else NoProducts(against)
+
+
+def tiles_refused() -> str:
+    """Why this process may not use AMX tiles; empty if it may, from now on."""
+    answer: int = open_object(PLAIN).kvrelay_tiles()
+    if answer < 0:
+        return NO_TILES
+    return f"the system refuses AMX tiles: {os.strerror(answer)}" if answer else ""
+
+
+def load_product(name: str, folder: Path = FOLDER) -> ProductFunction:
+    """The product of one object, ``PRODUCTS`` or ``PLAIN``."""
+    return product_function(open_object(name, folder))
+
+
+def open_object(variant: str, folder: Path = FOLDER) -> ctypes.CDLL:
+    """Load an object as it was compiled; raises ``NoKernel``."""
     path = folder / object_name(variant)
     if not path.exists():
         stale = any(folder.glob("*.so"))

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from kvrelay.engine.attention.native.arguments import KINDS, KernelArguments, arguments_of_pool
+from kvrelay.engine.attention.native.products import ProductFunction, Products, tiled
 from kvrelay.engine.attention.native.rows import RowFunctions, RowKernels
 
 # A chunk, one beyond a segment of 512 keys, and a decode row; positions before and in the step.
@@ -41,6 +42,22 @@ def rows_differ(functions: RowFunctions, oracle: RowFunctions) -> str | None:
                 if got != wanted[name]:
                     kind = str(dtype).removeprefix("torch.")
                     return f"not the bits of the plain kernel ({name}, {kind})"
+    return None
+
+
+def products_differ(function: ProductFunction, oracle: ProductFunction) -> str | None:
+    """What the products have not the same to the bit, or ``None``."""
+    for rows, columns, size in ((1, 40, 70), (35, 40, 70), (3, 17, 31), (17, 64, 320)):
+        for large in (1.0, _TINY):
+            x = _numbers((rows, size), 3.0).bfloat16()
+            weight = _numbers((columns, size), large).bfloat16()
+            bias = _numbers((columns,), large).bfloat16()
+            made = [
+                tiled(Products(each, 0), weight, bias)(x).view(torch.uint8)
+                for each in (function, oracle)
+            ]
+            if not torch.equal(*made):
+                return f"not the bits of the plain kernel (products of {size} numbers)"
     return None
 
 
