@@ -106,6 +106,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head = True
         self._unread = 0
         self._discards = False  # the last response was sent
+        self._unframed = False  # its end is that of the connection
         self._refused: HttpRefusal | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._discard_timer: asyncio.TimerHandle | None = None
@@ -241,11 +242,12 @@ class BoundedProtocol(HttpToolsProtocol):
         ends = False
         if message["type"] == "http.response.body":
             ends = not message.get("more_body", False)
-            if request.scope["http_version"] == "1.0" and not request.expected_content_length:
+            if self._unframed:
                 request.expected_content_length = len(message.get("body", b""))
         elif message["type"] == "http.response.start" and request.scope["http_version"] == "1.0":
             names = {name.lower() for name, _ in message.get("headers", ())}
-            request.chunked_encoding = None if b"content-length" in names else False
+            self._unframed = b"content-length" not in names
+            request.chunked_encoding = False if self._unframed else None
         ends_late = ends and request.more_body and not request.keep_alive
         request.keep_alive |= ends_late
         await request.send(message)
