@@ -53,12 +53,12 @@ async def _serve(worker: Worker, services: Sequence[Register]) -> int:
     announcer = Announcer(config.routers, config.advertise)
 
     def ready(address: str) -> str:
+        if config.metrics_port is not None:
+            exposition.serve(_metrics(worker, address), config.metrics_host, config.metrics_port)
         announcer.begin(address)
         return _ready(worker, address)
 
     worker.start()
-    if config.metrics_port is not None:
-        exposition.serve(_metrics(worker), config.metrics_host, config.metrics_port)
     try:
         return await serve_until_signal(
             server,
@@ -72,11 +72,11 @@ async def _serve(worker: Worker, services: Sequence[Register]) -> int:
         sys.stdout.flush()
 
 
-def _metrics(worker: Worker) -> CollectorRegistry:
-    config = worker.config
+def _metrics(worker: Worker, bound: str) -> CollectorRegistry:
+    config, address = worker.config, Address.parse(bound)
     labels = {
         "model_name": worker.opened.namespace.model,
-        "worker": label(config.host, config.port, config.advertise),
+        "worker": label(address.host, address.port or 0, config.advertise),
         "role": NAMES[worker.identity.started_as],  # one series, whatever its role becomes
     }
     return metrics.registry_of(
