@@ -9,6 +9,7 @@ from typing import TypeAlias
 import grpc
 
 from kvrelay.engine.core.updates import Admitted, Ended
+from kvrelay.rpc import tracing
 from kvrelay.rpc.server.server import Server
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from kvrelay.worker import convert
@@ -29,9 +30,11 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self, request: decode_pb2.DecodeRequest, context: Context
     ) -> AsyncGenerator[decode_pb2.DecodeResponse]:
         await context.send_initial_metadata(())  # the leg has arrived
-        async with self._worker.run(types_pb2.ROLE_DECODE, request.leg, request.handoff) as batches:
+        leg, headers = request.leg, tracing.headers_of(context)
+        running = self._worker.run(types_pb2.ROLE_DECODE, leg, request.handoff, headers)
+        async with running as batches:
             async for batch in batches:
-                yield self._response(batch, request.leg)
+                yield self._response(batch, leg)
 
     def _response(self, updates: LegUpdates, leg: types_pb2.Leg) -> decode_pb2.DecodeResponse:
         response = decode_pb2.DecodeResponse()

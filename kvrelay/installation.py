@@ -81,6 +81,10 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
     },
     "certs": {"cryptography": "cryptography"},
     "load": {"aiohttp": "aiohttp", "yarl": "yarl"},
+    "otel": {
+        "opentelemetry.exporter.otlp.proto.grpc": "opentelemetry-exporter-otlp-proto-grpc",
+        "opentelemetry.sdk": "opentelemetry-sdk",
+    },
 }
 PURPOSES: Mapping[str, str] = {
     "router": "for a router",
@@ -89,6 +93,7 @@ PURPOSES: Mapping[str, str] = {
     "worker-vllm": "beside vLLM, in its environment",
     "certs": "for `kvrelay make-certs`",
     "load": "for `kvrelay load` and `kvrelay conform`",
+    "otel": "for OpenTelemetry spans, --otlp-endpoint",
 }
 CLUSTER = ("router", "store", "worker")
 OWN_PACKAGES = ("kvstore", "router", "prefill_service", "decode_service")  # beside kvrelay

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import grpc
 
 from kvrelay.engine.core.updates import Admitted, Ended, Token
+from kvrelay.rpc import tracing
 from kvrelay.rpc.server.server import Server
 from kvrelay.v1 import prefill_pb2, prefill_pb2_grpc, types_pb2
 from kvrelay.worker import convert
@@ -30,7 +31,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.PrefillRequest, context: Context
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse]:
         await context.send_initial_metadata(())  # the leg has arrived
-        async with self._worker.run(types_pb2.ROLE_PREFILL, request.leg) as batches:
+        headers = tracing.headers_of(context)
+        running = self._worker.run(types_pb2.ROLE_PREFILL, request.leg, None, headers)
+        async with running as batches:
             async for batch in batches:
                 for update in batch:
                     yield self._response(update, request.leg)

@@ -10,7 +10,7 @@ from kvrelay.config.reader import check, option, required
 from kvrelay.errors import Rejected
 from kvrelay.process.logs import FORMATS, LEVELS
 from kvrelay.rpc.address import LOOPBACK, ROUTER_PORT
-from kvrelay.rpc.security.options import SecurityOptions
+from kvrelay.rpc.tracing import TracingOptions
 from kvrelay.text.tokenizer import MAX_PROMPT_BYTES
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([\w.-]+|\[[0-9a-f:]+\])(:\d{1,5})?", re.ASCII)
@@ -20,7 +20,7 @@ REASONING_FORMATS = ("auto", "think", "none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterConfig(SecurityOptions):
+class RouterConfig(TracingOptions):
     """Flags, environment and file of the router. Times in seconds."""
 
     model: str = required(str, "directory of the model, for its tokenizer", metavar="DIR")

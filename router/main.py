@@ -11,6 +11,7 @@ from prometheus_client import generate_latest
 
 from kvrelay.config.reader import load
 from kvrelay.process import logs
+from kvrelay.rpc import tracing
 from kvrelay.rpc.address import Address
 from kvrelay.rpc.security.policy import installed
 from kvrelay.rpc.server import exposition
@@ -40,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 async def serve(config: RouterConfig) -> int:
     """Serve until a signal; raises ``KvrelayError`` when it cannot begin."""
+    tracing.install(config, "router")
     tokenizer = load_tokenizer(config.model, config.max_prompt)
     if isinstance(tokenizer, NoTokenizer):
         log.warning("%s has no tokenizer: only token ids go in and out", config.model)
@@ -66,6 +68,7 @@ async def serve(config: RouterConfig) -> int:
         hints.cancel()
         await asyncio.gather(hints, return_exceptions=True)
         await registry.close()
+        await asyncio.to_thread(tracing.end)
 
 
 def make_door(config: RouterConfig, service: RouterService, port: int) -> HttpServer:

@@ -17,10 +17,12 @@ import grpc
 
 from kvrelay.errors import KvrelayError, Rejected
 from kvrelay.process import logs
+from kvrelay.rpc import tracing
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.security.identity import caller
 from kvrelay.rpc.server.errors import Read, reads_late
 from kvrelay.rpc.status import code_of
+from kvrelay.rpc.tracing import Span
 from kvrelay.text.structured import GrammarCompiler
 from kvrelay.text.tokenizer import Tokenizer, eos_token_ids
 from kvrelay.v1 import router_pb2, router_pb2_grpc
@@ -41,6 +43,7 @@ from router.generate.request import (
 )
 from router.generate.retry import PoisonList, RetryControl, RetryLimits, TokenBucket
 from router.generate.samples import Samples
+from router.generate.spans import AnswerSpan, note_request
 from router.latency import RequestHistograms, RequestTimes
 from router.placement.placer import Placer
 from router.queue.gate import QueueGate
@@ -55,6 +58,7 @@ from router.workers.candidate import longest, too_long
 from router.workers.registry import Registry
 
 SERVICE = router_pb2.DESCRIPTOR.services_by_name["RouterService"].full_name
+GENERATE = f"{SERVICE}/Generate"
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -113,28 +117,34 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         async def receive() -> Inbound:
             return Inbound(message=await read())
 
-        call = InboundCall(caller().tenant, deadline, receive, peer=context.peer())
-        async with aclosing(self.serve(call)) as responses:
-            async for response in responses:
-                yield response
+        headers = tracing.headers_of(context)
+        about = {"rpc.system.name": "grpc", "rpc.method": GENERATE}
+        with tracing.serving(GENERATE, headers, about) as span:
+            call = InboundCall(caller().tenant, deadline, receive, peer=context.peer(), span=span)
+            async with aclosing(self.serve(call)) as responses:
+                async for response in responses:
+                    yield response
 
     async def serve(self, call: InboundCall) -> AsyncGenerator[router_pb2.GenerateResponse]:
         """The responses to one call, of whichever door; closing the stream cancels its work."""
         line = AccessLine(call) if self.config.access_log else None
-        with self._counted(line):
+        with self._counted(line), call.span.child("generate") as span:
             call.deadline.check("to begin")
             with self.quotas.hold(call.tenant) as hold, ExitStack() as places:
                 places.enter_context(self.gate.entered(call.tenant))
                 hold.charge(0)  # refused before its message is read, if the tenant has used more
-                samples = await self._accept(call, hold)
+                samples = await self._accept(call, hold, span)
                 for _ in range(1, samples.places):
                     places.enter_context(self.gate.entered(call.tenant))
                 times = RequestTimes(self.latency, samples.request, resumed=samples.resumed)
+                answer = AnswerSpan(span)
                 async with aclosing(self._hinted(samples)) as responses:
                     async for response in responses:
                         hold.used += len(response.tokens)
                         if line is not None:
                             line.take(response)
+                        if span.on:
+                            answer.take(response)
                         self._count(response, times.take(response))
                         yield response
                 times.finished()
@@ -172,7 +182,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         """Waiting, running and refused requests."""
         return self.gate.status(self.refused.total())
 
-    async def _accept(self, call: InboundCall, hold: QuotaHold) -> Samples:
+    async def _accept(self, call: InboundCall, hold: QuotaHold, span: Span) -> Samples:
         """The samples of a request, charged to its tenant; raises if the request is refused."""
         tenant, deadline, placer = call.tenant, call.deadline, self.placer
         async with self._received(call) as inbound:
@@ -187,7 +197,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             workers = placer.candidates()
             async with deadline.limit("to tokenize the prompt"):
                 tools = await self._tools.use(message, tenant)
-                with self.latency.tokenize.time():
+                with self.latency.tokenize.time(), span.child("tokenize"):
                     prompt = await self._prompts.tokenize(message, hold, longest(workers))
                 words = await self._prompts.bad_words(message.sampling.bad_words, tenant)
             if inbound.fills:
@@ -198,7 +208,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             request = build(message, prompt, words, info, deadline, tenant, received_at)
             logs.serves(request.id)
             start = self._reasoning.start(message, prompt)
-            request = replace(request, tools=tools, reasoning=start)
+            request = replace(request, tools=tools, reasoning=start, span=span)
+            if span.on:
+                note_request(span, message, request, self.config.model_name)
             constrain(request.sampling, tools, start)
             async with deadline.limit("to compile the grammar"):
                 await self._grammars.check(request.sampling, tenant)

@@ -22,6 +22,7 @@ from kvrelay.connector.script import PREFIX, read_script
 from kvrelay.installation import command
 from kvrelay.model_folder import check_model_folder
 from kvrelay.process.memory import check_fits, host_memory
+from kvrelay.rpc import tracing
 from kvrelay.rpc.address import HTTP_PORT
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.credentials import ADMIN_FIRST
@@ -71,6 +72,7 @@ def _check(config: UpConfig) -> None:
     if config.endpoints:
         endpoints.check_writable(Path(config.endpoints).absolute())
     check_model_folder(config.model_path)
+    tracing.check(config)
     if config.store is None:
         warning = check_fits("store_budget", config.store_budget, host_memory())
         if warning is not None:

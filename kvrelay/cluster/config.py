@@ -10,7 +10,7 @@ from kvrelay.config.reader import check
 from kvrelay.errors import Rejected
 from kvrelay.process.logs import FORMATS, LEVELS
 from kvrelay.rpc.address import LOOPBACK, ROUTER_PORT
-from kvrelay.rpc.security.options import SecurityOptions
+from kvrelay.rpc.tracing import TracingOptions
 from kvrelay.worker.config import (
     ATTENTION_BACKENDS,
     DEVICES,
@@ -27,7 +27,7 @@ SHIPPED_MODEL = Path(__file__).resolve().parents[1] / "recall" / "model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterConfig(SecurityOptions):
+class ClusterConfig(TracingOptions):
     """A cluster on this machine. A field that is ``None`` has the worker's own default."""
 
     model: str = option("recall", "model directory; 'recall' is the shipped one", metavar="DIR")

@@ -138,6 +138,7 @@ def _worker(config: ClusterConfig, role: str, index: int, port: int, url: str) -
         "log-level": config.log_level,
         "log-format": config.log_format,
         "numerics": config.numerics,
+        **_tracing(config),
     }
     args = [*_flags(given), *_security(config)]
     for text in config.vllm_option:
@@ -168,6 +169,7 @@ def _router(
         "grace": config.grace,
         "log-level": config.log_level,
         "log-format": config.log_format,
+        **_tracing(config),
     }
     args = [*_flags(given)]
     for worker in (*prefill, *decode):
@@ -182,6 +184,13 @@ def _router(
         args.append("--no-tls-mutual")  # only the router's clients may lack a certificate
     args += _security(config)
     return _spec(config, "router", 0, port, tuple(args), config.metrics_port)
+
+
+def _tracing(config: ClusterConfig) -> dict[str, object]:
+    """Of the processes that make spans: the router and the workers."""
+    endpoint = config.otlp_endpoint
+    ratio = None if endpoint is None else config.trace_ratio
+    return {"otlp-endpoint": endpoint, "trace-ratio": ratio}
 
 
 def _security(config: ClusterConfig) -> tuple[str, ...]:

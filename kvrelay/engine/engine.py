@@ -192,6 +192,7 @@ class Engine(SteppingThread):
 
     def _note_admitted(self, leg: Leg, now: float) -> None:
         if leg.first is None:
+            leg.lookup = self._connector.looked_up(leg.request.id)
             self._legs.note_admission(leg, self._connector.why(leg.request.id), now)
 
     def _start_saves(self, saves: Sequence[Save]) -> None:

@@ -7,6 +7,7 @@ Instead it is logged and counts as a miss, and the worker computes the tokens.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,12 +24,23 @@ class SafeConnector:
     def __init__(self, connector: Connector) -> None:
         self._connector = connector
         self._events: list[TransferEvent] = []
+        self._asked: dict[str, float] = {}  # when the lookup of a request was sent, if it waits
+        self._looked_up: dict[str, tuple[float, float]] = {}
 
     def lookup(self, query: Query) -> int | None:
         """No tokens, if the connector raises."""
         with _logged("lookup", query.request_id):
-            return self._connector.lookup(query)
+            answer = self._connector.lookup(query)
+            if answer is None:
+                self._asked.setdefault(query.request_id, time.monotonic())
+            elif (asked := self._asked.pop(query.request_id, None)) is not None:
+                self._looked_up[query.request_id] = asked, time.monotonic()
+            return answer
         return 0
+
+    def looked_up(self, request_id: str) -> tuple[float, float] | None:
+        """Begin and end of a request's last lookup; ``None`` if it did not wait for one."""
+        return self._looked_up.get(request_id)
 
     def why(self, request_id: str) -> Miss | None:
         """``Miss.UNKNOWN``, if the connector raises."""
@@ -58,6 +70,8 @@ class SafeConnector:
 
     def release(self, request_id: str) -> None:
         """If the connector raises, the leases end by their deadlines."""
+        self._asked.pop(request_id, None)
+        self._looked_up.pop(request_id, None)
         with _logged("release", request_id):
             self._connector.release(request_id)
 

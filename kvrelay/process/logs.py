@@ -26,6 +26,7 @@ FORMATS = ("text", "json")
 
 _FIELDS = "kvrelay_fields"  # of a record: more names and values of its JSON object
 _served: ContextVar[str] = ContextVar("kvrelay.request_id", default="")
+_trace: ContextVar[str] = ContextVar("kvrelay.trace_id", default="")
 
 _CONTROL = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
 _PASSWORD = re.compile(r"(?<=://)[^\s/@]*:[^\s/@]*@")
@@ -67,6 +68,8 @@ class JsonFormatter(logging.Formatter):
         }
         if request_id := _served.get():
             line["request_id"] = request_id
+        if trace_id := _trace.get():
+            line["trace_id"] = trace_id
         line |= getattr(record, _FIELDS, {})
         if record.exc_info:
             trace = self.formatException(record.exc_info).split("\n")
@@ -77,6 +80,11 @@ class JsonFormatter(logging.Formatter):
 def serves(request_id: str) -> None:
     """The current task serves this request from now on."""
     _served.set(request_id)
+
+
+def traced(trace_id: str) -> None:
+    """What the current task serves belongs to this trace, in JSON lines."""
+    _trace.set(trace_id)
 
 
 def served() -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Self, TypeAlias, TypeVar
 
 import grpc
@@ -69,8 +69,11 @@ class RenewedMethod(Generic[C]):
         self._channel = connections.current()
         self._method = make(self._channel)
 
-    def __call__(self, *args: object, **more: object) -> object:
-        return self._of_now()(*args, metadata=self._connections.metadata(), **more)
+    def __call__(
+        self, *args: object, metadata: Sequence[tuple[str, str]] = (), **more: object
+    ) -> object:
+        method = self._of_now()  # then the token is that of now
+        return method(*args, metadata=(*self._connections.metadata(), *metadata), **more)
 
     def future(self, *args: object, **more: object) -> object:
         """The form of a sync channel that does not wait."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvrelay.config.reader import option, required
 from kvrelay.process.logs import FORMATS, LEVELS
 from kvrelay.rpc.address import LOOPBACK
-from kvrelay.rpc.security.options import SecurityOptions
+from kvrelay.rpc.tracing import TracingOptions
 
 ENGINES = ("native", "vllm")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -18,7 +18,7 @@ LARGEST_BLOCK = 1024  # token positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerConfig(SecurityOptions):
+class WorkerConfig(TracingOptions):
     """Flags, environment and file of a prefill or decode worker."""
 
     model: str = required(str, "directory of a transformers model", metavar="DIR")

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.config.reader import load
 from kvrelay.process import logs
+from kvrelay.rpc import tracing
 from kvrelay.rpc.address import Address
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.protocol import NAMES, Role
@@ -41,6 +42,7 @@ def main(role: Role, services: Sequence[Register], argv: Sequence[str]) -> int:
 
 async def _serve(worker: Worker, services: Sequence[Register]) -> int:
     config = worker.config
+    tracing.install(config, NAMES[worker.identity.started_as])
     if not Address(config.host, config.port).local:
         policy.installed().check_signed()
     server = Server(ServerOptions(f"{config.host}:{config.port}"))
@@ -69,6 +71,7 @@ async def _serve(worker: Worker, services: Sequence[Register]) -> int:
     finally:
         announcer.end()
         await asyncio.to_thread(worker.engine.close)
+        await asyncio.to_thread(tracing.end)
         sys.stdout.flush()
 
 

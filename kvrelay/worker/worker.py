@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
 from kvrelay.block.namespace import Namespace
@@ -12,9 +12,11 @@ from kvrelay.engine.core.updates import Admitted, Ended
 from kvrelay.engine.engine import Deliver, EngineOptions
 from kvrelay.errors import Mismatch
 from kvrelay.process import logs
-from kvrelay.rpc.protocol import PROTOCOL, Role
+from kvrelay.rpc import tracing
+from kvrelay.rpc.protocol import NAMES, PROTOCOL, Role
 from kvrelay.rpc.security.credentials import Credentials
 from kvrelay.rpc.security.policy import installed
+from kvrelay.rpc.tracing import Headers
 from kvrelay.text.structured import TokenGrammar
 from kvrelay.v1 import types_pb2, worker_pb2
 from kvrelay.version import VERSION
@@ -25,6 +27,7 @@ from kvrelay.worker.grammars import LegGrammars
 from kvrelay.worker.handoff import check_signature, check_tokens, sign
 from kvrelay.worker.metrics import WorkerHistograms
 from kvrelay.worker.roles import WorkerIdentity
+from kvrelay.worker.spans import traced
 from kvrelay.worker.stop_strings import StopCheckers
 from kvrelay.worker.streams import LegStreams, LegUpdates
 from kvstore.urls import public_urls
@@ -81,19 +84,33 @@ class Worker:
         self.engine.start()
 
     def run(
-        self, role: Role, leg: types_pb2.Leg, handoff: types_pb2.Handoff | None = None
+        self,
+        role: Role,
+        leg: types_pb2.Leg,
+        handoff: types_pb2.Handoff | None = None,
+        headers: Headers = (),
     ) -> AbstractAsyncContextManager[AsyncGenerator[LegUpdates]]:
         """Check a leg of this role and submit it; see ``LegStreams.run``."""
-        return self._run(role, leg, handoff)
+        return self._run(role, leg, handoff, headers)
 
     @asynccontextmanager
     async def _run(
-        self, role: Role, leg: types_pb2.Leg, handoff: types_pb2.Handoff | None
+        self,
+        role: Role,
+        leg: types_pb2.Leg,
+        handoff: types_pb2.Handoff | None,
+        headers: Headers,
     ) -> AsyncGenerator[AsyncGenerator[LegUpdates]]:
         logs.serves(leg.request_id)
-        grammar = await self.grammars.of(leg)
-        async with self._submitted(role, leg, handoff, grammar) as batches:
-            yield batches
+        about = {"rpc.system.name": "grpc", "kvrelay.worker.id": self.identity.id}
+        with tracing.serving(NAMES[role], headers, about) as span:
+            grammar = await self.grammars.of(leg)
+            async with self._submitted(role, leg, handoff, grammar) as batches:
+                if not span.on:
+                    yield batches
+                    return
+                async with aclosing(traced(batches, span, role)) as watched:
+                    yield watched
 
     def _submitted(
         self,

@@ -150,7 +150,8 @@ class Generation:
             self._bound = self._follows.bound
         self._parts.retry.poisons.check(self.request, time.monotonic())
         while self._finish == UNFINISHED:
-            placed = await self._place()
+            with self.request.span.child("placement"):
+                placed = await self._place()
             before = self.so_far
             try:
                 async with aclosing(self._leg(placed)) as responses:
@@ -324,6 +325,7 @@ class Generation:
             positions=request.positions,
             deadline=request.deadline,
             handoff_wait=self._parts.handoff_wait,
+            span=request.span,
         )
 
     def _take(self, event: LegEvent, placed: Placed) -> router_pb2.GenerateResponse | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import grpc
@@ -14,7 +14,9 @@ import grpc
 from kvrelay.errors import DeadlineExceeded, KvrelayError, Unavailable
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.status import checked_response, from_rpc_error, sent_by_server
+from kvrelay.rpc.tracing import OFF, Span
 from kvrelay.v1 import decode_pb2, prefill_pb2, types_pb2
+from router.generate.spans import account_attributes, leg_span
 from router.workers.health import WorkerLost
 from router.workers.worker import KnownWorker, LegCall
 
@@ -29,7 +31,8 @@ UNFINISHED = types_pb2.FINISH_REASON_UNSPECIFIED
 class LegOrder:
     """A leg to run. ``work``: its tokens in placement. ``positions``: what its request stores (D5).
 
-    ``handoff_wait``: seconds from a prefill leg's first token to its handoff, at most.
+    ``handoff_wait``: seconds from a prefill leg's first token to its handoff, at most. ``span``:
+    what the worker's spans are children of.
     """
 
     leg: types_pb2.Leg
@@ -38,6 +41,7 @@ class LegOrder:
     positions: int
     deadline: Deadline
     handoff_wait: float
+    span: Span = OFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +60,37 @@ def run_leg(worker: KnownWorker, order: LegOrder) -> AsyncGenerator[LegEvent]:
 
     ``WorkerLost`` and ``WorkerSilent``: no status arrived; ``Draining``: the worker drains.
     """
+    return _traced(worker, order) if order.span.on else _run(worker, order)
+
+
+def _run(worker: KnownWorker, order: LegOrder) -> AsyncGenerator[LegEvent]:
     if worker.role == types_pb2.ROLE_PREFILL:
         return _prefill(worker, order)
     return _decode(worker, order)
 
 
+async def _traced(worker: KnownWorker, order: LegOrder) -> AsyncGenerator[LegEvent]:
+    """The events; the leg's account, or what is known of a lost one, is on its span."""
+    account, lost, generated = types_pb2.LegUsage(), True, 0
+    name, attributes = leg_span(order.leg, worker.role, worker.address)
+    with order.span.child(name, attributes, call=True) as span:
+        try:
+            async with aclosing(_run(worker, replace(order, span=span))) as events:
+                async for event in events:
+                    generated += len(event.tokens)
+                    account = event.usage or event.admitted or account
+                    lost = event.usage is None
+                    yield event
+        finally:
+            span.set(account_attributes(account, generated, lost))
+
+
 async def _prefill(worker: KnownWorker, order: LegOrder) -> AsyncGenerator[LegEvent]:
     with _counted(worker, order) as leg:
         request = prefill_pb2.PrefillRequest(leg=order.leg)
-        call = worker.prefill.Prefill(request, timeout=order.deadline.remaining())
+        call = worker.prefill.Prefill(
+            request, timeout=order.deadline.remaining(), metadata=order.span.metadata
+        )
         messages = aiter(call)
         with leg.reading(call):
             await _arrival(worker, call, request.ByteSize())
@@ -90,7 +116,9 @@ async def _decode(worker: KnownWorker, order: LegOrder) -> AsyncGenerator[LegEve
     complete = False
     with _counted(worker, order) as leg:
         request = decode_pb2.DecodeRequest(leg=order.leg, handoff=order.handoff)
-        call = worker.decode.Decode(request, timeout=order.deadline.remaining())
+        call = worker.decode.Decode(
+            request, timeout=order.deadline.remaining(), metadata=order.span.metadata
+        )
         with leg.reading(call):
             await _arrival(worker, call, request.ByteSize())
             async for message in call:

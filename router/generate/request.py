@@ -16,6 +16,7 @@ from kvrelay.errors import Mismatch, NotFound, Rejected
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.protocol import check_ids, sampling_of
 from kvrelay.rpc.security.identity import Tenant
+from kvrelay.rpc.tracing import OFF, Span
 from kvrelay.sampling import DEFAULT_MAX_TOKENS, MAX_SAMPLES, SEEDS, stored_positions
 from kvrelay.structured import ReasoningStart
 from kvrelay.v1 import router_pb2, types_pb2, worker_pb2
@@ -68,6 +69,7 @@ class AcceptedRequest:
     retention: router_pb2.Retention.ValueType = router_pb2.RETENTION_UNSPECIFIED
     tools: ToolUse | None = None  # if the text of the answer may have calls
     reasoning: ReasoningStart = ""
+    span: Span = OFF
 
     @property
     def charged_tokens(self) -> int:
@@ -96,7 +98,7 @@ class InboundCall:
 
     ``read`` receives the message, when there is memory for it. A call that is ``counted`` needs
     none: its message is part of one that is being received. ``accepted`` is set when the request
-    has passed every check. ``peer``: the client's address.
+    has passed every check. ``peer``: the client's address. ``span``: that of the door.
     """
 
     tenant: Tenant
@@ -105,6 +107,7 @@ class InboundCall:
     counted: bool = False
     door: Door = "grpc"
     peer: str = ""
+    span: Span = OFF
     accepted: asyncio.Future[AcceptedRequest] = field(default_factory=asyncio.Future)
 
 

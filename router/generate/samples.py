@@ -7,6 +7,7 @@ begin when the blocks of the prompt can be found. A failure of one sample ends t
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 
@@ -70,6 +71,8 @@ class Samples:
             patient=not leads,
         )
         async with slot as waited, aclosing(generation.responses(waited)) as responses:
+            now = time.monotonic()
+            request.span.record("queue", now - waited, now)
             await generation.replay()
             if leads:
                 self._hold.used = len(request.prompt)  # a request refused earlier used nothing

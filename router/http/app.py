@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvrelay.errors import KvrelayError
 from kvrelay.process import logs
+from kvrelay.rpc import tracing
 from router.http.access import Access
 from router.http.connections import HttpLimits
 from router.http.errors import HttpRefusal, body_of
@@ -32,6 +33,8 @@ from router.http.pages import Pages
 from router.http.request import Backend, HttpRequest
 
 log = logging.getLogger("kvrelay.router")
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 Handler: TypeAlias = Callable[[Exchange], Awaitable[None]]
 
 
@@ -62,16 +65,24 @@ class _Generate:
         self._backend = backend
         self._access = access
         self._chat = chat
+        self._path = CHAT if chat else COMPLETIONS
 
     async def __call__(self, exchange: Exchange) -> None:
         with self._access.admitted(exchange.headers) as caller:
             exchange.check()
             async with exchange.attended():
-                request = HttpRequest(self._backend, self._chat, exchange, caller.tenant)
-                try:
-                    await request.serve()
-                except KvrelayError as error:
-                    await exchange.fail(error)
+                about = {"http.request.method": "POST", "url.path": self._path}
+                headers = exchange.headers.items()
+                with tracing.serving(f"POST {self._path}", headers, about) as span:
+                    request = HttpRequest(self._backend, self._chat, exchange, caller.tenant, span)
+                    try:
+                        await request.serve()
+                    except KvrelayError as error:
+                        span.fail(error)
+                        await exchange.fail(error)
+                    finally:
+                        if exchange.status:
+                            span.set({"http.response.status_code": exchange.status})
 
 
 async def _fail_unknown(exchange: Exchange, error: Exception) -> None:
@@ -90,8 +101,8 @@ def make_app(
 
     app = Starlette(
         routes=[
-            route("/v1/chat/completions", "POST", _Generate(backend, access, chat=True)),
-            route("/v1/completions", "POST", _Generate(backend, access, chat=False)),
+            route(CHAT, "POST", _Generate(backend, access, chat=True)),
+            route(COMPLETIONS, "POST", _Generate(backend, access, chat=False)),
             route("/v1/models", "GET", pages.models),
             route("/v1/models/{model:path}", "GET", pages.model),
             route("/tokenize", "POST", pages.tokenize),

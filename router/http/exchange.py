@@ -96,7 +96,7 @@ class Exchange:
         self._lost = False
         self._writing_since: float | None = None
         self._written_at = 0.0
-        self._started = False
+        self.status = 0  # of the response, once it has begun
         self._has_events = False
         self._open = False  # a stream that may get more events
         self._quiet = 0.0  # seconds after which a comment is sent
@@ -208,7 +208,7 @@ class Exchange:
     async def fail(self, error: KvrelayError) -> None:
         """Send the error: as the response, or as an event of a stream that has begun."""
         await self._silence()
-        if not self._started:
+        if not self.status:
             await self.reply(body_of(error), status_of(error), headers_of(error))
         elif self._open:
             await self.write(f"data: {dump(body_of(error))}\n\n{DONE}", more=False)
@@ -217,7 +217,7 @@ class Exchange:
         """Send events; they are complete, with their empty lines. The first ones begin a stream."""
         if self._commenting is not None:
             await self._silence()
-        if not self._started:
+        if not self.status:
             await self._start_events()
         self._has_events = True
         self._open = more
@@ -246,7 +246,7 @@ class Exchange:
         self._timer = loop.call_later(max(self._quiet - silent, EARLY_SECONDS), self._look)
 
     async def _comment(self) -> None:
-        if not self._started:
+        if not self.status:
             await self._start_events()
         if self.data_only:
             self._written_at = asyncio.get_running_loop().time()
@@ -271,7 +271,7 @@ class Exchange:
         await self._start(200, _EVENTS)
 
     async def _start(self, status: int, headers: Headers) -> None:
-        self._started = True
+        self.status = status
         own = identifying(self.headers, self.request_id)
         message = {"type": "http.response.start", "status": status, "headers": [*own, *headers]}
         await self._write(message)

@@ -20,6 +20,7 @@ import xxhash
 from kvrelay.errors import Mismatch, Rejected
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.security.identity import Tenant
+from kvrelay.rpc.tracing import OFF, Span
 from kvrelay.sampling import SEEDS
 from kvrelay.structured import FIELD as STRUCTURED
 from kvrelay.text.tokenizer import NoTokenizer, Tokenizer
@@ -76,8 +77,11 @@ class HttpRequest:
     is sent with them, as a client of gRPC does that has kept them.
     """
 
-    def __init__(self, backend: Backend, chat: bool, exchange: Exchange, tenant: Tenant) -> None:
+    def __init__(
+        self, backend: Backend, chat: bool, exchange: Exchange, tenant: Tenant, span: Span = OFF
+    ) -> None:
         self._backend = backend
+        self._span = span
         self._chat = chat
         self._exchange = exchange
         self._tenant = tenant
@@ -115,7 +119,7 @@ class HttpRequest:
 
     def _call(self, read: Read, counted: bool = False) -> InboundCall:
         peer = self._exchange.peer
-        return InboundCall(self._tenant, self._deadline, read, counted, "http", peer)
+        return InboundCall(self._tenant, self._deadline, read, counted, "http", peer, self._span)
 
     def _accepted(self) -> None:
         """A stream shows that it lives: at once, unless the tokens so far can still mismatch."""

@@ -163,10 +163,10 @@ def test_a_second_signal_does_not_wait(up: Up) -> None:
     until(lambda: gone(pids), up.told("every process gone"))
 
 
-def refused(model: Path, folder: Path, *flags: str) -> str:
+def refused(model: Path, folder: Path, *flags: str, status: int = 1) -> str:
     """What ``up`` says of a model that it refuses before it starts anything."""
     up = Up(model, folder, *flags)
-    assert up.popen.wait(START_SECONDS) == 1
+    assert up.popen.wait(START_SECONDS) == status
     text = up.log.read_text()
     assert "Traceback" not in text
     assert "Starting" not in text
@@ -198,6 +198,13 @@ def test_a_device_that_is_not_there_is_refused_once_before_the_start(
 ) -> None:
     text = refused(model, tmp_path, "--device", "cuda")
     assert text.count("no CUDA device is available") == 1
+
+
+def test_a_collector_that_is_no_url_is_refused_before_the_start(
+    model: Path, tmp_path: Path
+) -> None:
+    text = refused(model, tmp_path, "--otlp-endpoint", "127.0.0.1:4317", status=2)
+    assert "otlp_endpoint: must be like http://HOST:4317" in text
 
 
 def test_a_taken_http_port_is_named_with_the_way_out(model: Path, tmp_path: Path) -> None:

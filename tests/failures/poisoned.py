@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager
 
 from decode_service.service import register as decode
 from kvrelay.rpc.protocol import ROLES, Role
+from kvrelay.rpc.tracing import Headers
 from kvrelay.v1 import types_pb2
 from kvrelay.worker.main import main
 from kvrelay.worker.streams import LegUpdates
@@ -24,7 +25,11 @@ _run = Worker.run
 
 
 def deadly(
-    self: Worker, role: Role, leg: types_pb2.Leg, handoff: types_pb2.Handoff | None = None
+    self: Worker,
+    role: Role,
+    leg: types_pb2.Leg,
+    handoff: types_pb2.Handoff | None = None,
+    headers: Headers = (),
 ) -> AbstractAsyncContextManager[AsyncGenerator[LegUpdates]]:
     """``Worker.run``, but a prompt that begins with a poison kills the process."""
     match tuple(leg.prompt_token_ids[: len(POISON)]):
@@ -35,7 +40,7 @@ def deadly(
             null = subprocess.DEVNULL
             subprocess.Popen(["/bin/sh", "-c", killer], stdin=null, stdout=null, stderr=null)
             os.kill(os.getpid(), signal.SIGSTOP)
-    return _run(self, role, leg, handoff)
+    return _run(self, role, leg, handoff, headers)
 
 
 if __name__ == "__main__":

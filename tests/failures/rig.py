@@ -111,12 +111,13 @@ def rig(
     decode: int = 2,
     module: str | None = None,
     http: bool = False,
+    otlp: str | None = None,
 ) -> Iterator[Rig]:
     """A running cluster; the last lines of all processes are printed at the end.
 
     With ``links`` the router reaches each worker through a proxy named as the worker is, such as
     ``decode-1``. ``module`` runs in place of the workers' own. ``environ`` are flags for all of its
-    processes: ``{"max_deaths": "9"}``.
+    processes: ``{"max_deaths": "9"}``. ``otlp``: the collector of their spans.
     """
     lines: list[str] = []
     config = ClusterConfig(
@@ -132,6 +133,7 @@ def rig(
         max_num_batched_tokens=16,
         disaggregate="always",
         store_budget=1 << 26,
+        otlp_endpoint=otlp,
         queue_seconds=600.0,  # a slow machine gets hundreds of requests at once
     )
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:

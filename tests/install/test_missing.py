@@ -102,13 +102,13 @@ def test_doctor_of_a_client_says_what_else_can_be_installed(
     assert told["ok"]
     findings = {one["name"]: one for one in told["findings"]}
     assert all(one["state"] != "missing" for one in findings.values())
-    for extra in (*CLUSTER, "certs", "load", "worker-vllm"):
+    for extra in (*CLUSTER, "certs", "load", "otel", "worker-vllm"):
         assert findings[f"[{extra}]"]["state"] == "absent"
         assert f"pip install 'kvrelay[{extra}]'" in findings[f"[{extra}]"]["means"]
         assert all(name in findings[f"[{extra}]"]["found"] for name in lacks(extra))
     page = client_only.run(client_only.kvrelay, "doctor", cwd=tmp_path)
     assert page.returncode == 0
-    assert page.stdout.count("pip install") == 7  # of each extra, and of all
+    assert page.stdout.count("pip install") == 8  # of each extra, and of all
     assert "pip install 'kvrelay[all]'" in page.stdout.splitlines()[-1]
     assert "demo" not in page.stdout
 

@@ -88,7 +88,7 @@ def test_its_metadata_has_the_extras(wheel: Path) -> None:
     lines = archive.read(name).decode().splitlines()
     extras = {line.split(": ")[1] for line in lines if line.startswith("Provides-Extra: ")}
     assert extras == {
-        *("router", "store", "worker", "worker-vllm", "certs", "load", "all", "cuda"),
+        *("router", "store", "worker", "worker-vllm", "certs", "load", "otel", "all", "cuda"),
         *("triton", "dev"),
     }
     base = [line for line in lines if line.startswith("Requires-Dist: ") and "extra ==" not in line]

@@ -48,6 +48,7 @@ class Leg:
     submitted: float
     grammar: OutputGrammar | None = None
     admitted: float | None = None
+    lookup: tuple[float, float] | None = None  # begin and end of that for the first admission
     asked: int = 0  # tokens looked up for the first admission
     miss: Miss | None = None  # why the lookup of the first admission found no more
     first: Admitted | None = None
@@ -113,7 +114,13 @@ class Leg:
         admitted = self.submitted if self.admitted is None else self.admitted
         running = admitted if self.running is None else self.running
         first = running if self.first_token is None else self.first_token
-        return Timing(admitted - self.submitted, running - admitted, first - running)
+        return Timing(
+            queue=admitted - self.submitted,
+            load=running - admitted,
+            run=first - running,
+            submitted=self.submitted,
+            lookup=self.lookup,
+        )
 
 
 class Legs:

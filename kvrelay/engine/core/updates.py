@@ -80,11 +80,16 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds: ``queue`` until admitted, ``load`` until running, ``run`` to the first token."""
+    """Seconds: ``queue`` until admitted, ``load`` until running, ``run`` to the first token.
+
+    Moments of the engine's clock: ``submitted``, and begin and end of the ``lookup`` in the store.
+    """
 
     queue: float
     load: float
     run: float
+    submitted: float
+    lookup: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ class VllmLeg:
         running = self.submitted if self.running is None else self.running
         first = running if self.first_token is None else self.first_token
         waited = max(running - self.submitted - self.load_seconds, 0.0)
-        return Timing(waited, self.load_seconds, first - running)
+        return Timing(waited, self.load_seconds, first - running, self.submitted)
 
 
 class VllmLegs:
