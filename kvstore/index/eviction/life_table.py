@@ -36,6 +36,9 @@ GAPS = 16
 LONGEST = 2.0**OCTAVES
 """Ages are cut to this, so that no time can make a count, a rank or an age infinite."""
 
+FASTEST = 1e9
+"""Hazards are cut to this, one reuse in a nanosecond, so that no waiting time becomes zero."""
+
 COHORT, COHORTS = 1.0, 256
 """The shortest cohort in seconds, half of the first octave; and so many before they are merged."""
 
@@ -223,7 +226,8 @@ def _sums(rows: Iterable[list[float]]) -> list[float]:
 def _index(hazards: list[float]) -> list[float]:
     """For each starting octave the best quotient of expected uses and waiting time."""
     steps = []
-    for hazard, width in zip(hazards, _WIDTHS, strict=True):
+    for each, width in zip(hazards, _WIDTHS, strict=True):
+        hazard = min(each, FASTEST)
         chance = -math.expm1(-hazard * width)
         steps.append((chance, chance / hazard if hazard > 1e-12 else width))
     best = []

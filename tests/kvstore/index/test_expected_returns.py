@@ -286,6 +286,17 @@ def test_a_life_table_stands_any_times(steps: list[tuple[str, float, int]]) -> N
     assert 0.0 <= (table.reuse_age(0.9) or 0.0) < math.inf
 
 
+def test_ranks_are_finite_when_hardly_any_time_passes() -> None:
+    """Waits near the smallest number made an infinite hazard, and the index divided by zero."""
+    table, now = LifeTable(), 1e-300
+    for _ in range(20):
+        table.begin(0, now)
+        since, now = now, math.nextafter(now, math.inf)
+        table.end(0, since, now, used=True)
+        table.refresh(now)
+    assert 0.0 < table.rank(0, 0.0) < math.inf
+
+
 @given(times=st.lists(TIMES, min_size=4, max_size=40))
 @settings(max_examples=50, deadline=None)
 def test_an_index_stands_any_times(times: list[float]) -> None:
