@@ -22,7 +22,7 @@ SMALL = ("--prompts", "3", "--output", "24", "--neighbours", "6", "--flood", "65
 def test_every_check_is_exact(tmp_path: Path) -> None:
     """The supervisor starts again what the restart command kills: a process of each kind."""
     config = ClusterConfig(
-        port=0, http_port=0, decode=2, threads=1, num_blocks=128, store_budget=1 << 20
+        port=0, http_port=0, decode=2, threads=1, num_blocks=256, store_budget=1 << 20
     )
     path = tmp_path / "conform.json"
     with Cluster(config) as cluster:
