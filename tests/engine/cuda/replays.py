@@ -7,6 +7,7 @@ capture, as on a device. A runner with such graphs is compared, bit by bit, with
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engine.cuda import interpreter  # isort: skip (it comes before every kernel)
 
+from kvrelay.engine.attention.native.library import FORCED_PRODUCTS
 from kvrelay.engine.core.updates import Work
 from kvrelay.engine.graphs import Graph, GraphLimits
 from kvrelay.engine.model.loading import load_model
@@ -170,4 +172,5 @@ def _step(ours: Runner, real: Runner, works: list[Work]) -> list[int]:
 
 if __name__ == "__main__":
     name, precision, number = sys.argv[1:]
+    os.environ[FORCED_PRODUCTS] = "onednn"  # an operation of torch, which the stand-in notes
     print(f"{name} {precision} (seed {number}): {run(name, precision, int(number))}")
