@@ -14,7 +14,7 @@ from kvrelay.cluster.layout import ROOT
 from kvrelay.cluster.supervisor import Cluster
 from kvrelay.conform.checks import NAMES
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 KILLED = ("decode", "prefill", "store")
 SMALL = ("--prompts", "3", "--output", "24", "--neighbours", "6", "--flood", "65536")
 

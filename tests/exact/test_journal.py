@@ -13,6 +13,7 @@ from tests.exact.queries import Query, complete_all, prompts
 from tests.models import VOCAB
 
 
+@pytest.mark.slow
 def test_replay_of_a_run_with_preemptions(
     models: Models,
     tmp_path: Path,

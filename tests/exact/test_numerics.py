@@ -34,6 +34,9 @@ pytestmark = [
         reason="needs a CPU with more than one instruction set that PyTorch tells apart",
     ),
 ]
+NUMERICS = pytest.mark.parametrize(
+    "numerics", ["strict", pytest.param("loose", marks=pytest.mark.slow)]
+)
 NEW, PROMPT = 24, 70
 Layout = Callable[[ClusterConfig], tuple[ProcessSpec, ...]]
 
@@ -80,7 +83,7 @@ def same_prompt_at_two_workers(up: Cluster, prompt: list[int]) -> list[Completio
         return [first, complete()]
 
 
-@pytest.mark.parametrize("numerics", ["strict", "loose"])
+@NUMERICS
 def test_legs_of_one_stream(models: Models, numerics: str) -> None:
     """A prefill worker with AVX2, a decode worker with more: strict leaves the former out."""
     (port,) = free_ports(1)
@@ -103,7 +106,7 @@ def test_legs_of_one_stream(models: Models, numerics: str) -> None:
         assert (roles, external, counted) == (["prefill", "decode"], PROMPT, 1)
 
 
-@pytest.mark.parametrize("numerics", ["strict", "loose"])
+@NUMERICS
 def test_blocks_of_another_profile(models: Models, numerics: str) -> None:
     """Two decode workers meet the same prompt: strict computes it twice and says why."""
     (port,) = free_ports(1)

@@ -99,6 +99,7 @@ def test_resumed_at_every_position(
     check_idle(relayed)
 
 
+@pytest.mark.slow
 def test_float16_and_bfloat16_agree_with_themselves(models: Models, tmp_path: Path) -> None:
     """In half precision one path is compared with the other, one request at a time."""
     queries = make_queries()[:16]

@@ -72,6 +72,7 @@ def test_chats_of_several_turns(load: LoadCommand, cluster: Cluster) -> None:
     assert found.levels[0]["prompt_tokens_by_source"]["cached"] > 0
 
 
+@pytest.mark.slow
 def test_a_killed_worker_costs_a_migration_and_no_token(
     load: LoadCommand, cluster: Cluster
 ) -> None:

@@ -44,6 +44,7 @@ def labels(port: int) -> set[str]:
     return set(re.findall(r'\bworker="([^"]*)"', text))
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_workers_that_pick_their_ports_have_different_names(tmp_path: Path) -> None:
     model = tiny_model("llama", tmp_path / "llama")
