@@ -76,7 +76,7 @@ def test_every_architecture(kind: str, models: Models) -> None:
     ("prefill", "decode", "block_size", "budget"),
     [
         (2, 2, 1, 7),
-        (1, 2, 4, 1),
+        pytest.param(1, 2, 4, 1, marks=pytest.mark.slow),
         (0, 2, 16, 64),
         pytest.param(2, 1, 4, 3, marks=pytest.mark.slow),
         pytest.param(1, 1, 16, 13, marks=pytest.mark.slow),

@@ -137,6 +137,7 @@ def test_valid_and_the_same_when_disaggregated(
     check_idle(relayed)
 
 
+@pytest.mark.slow
 def test_greedy_beside_free_requests(both_roles: Cluster, relayed: Cluster) -> None:
     """A structured row changes no other row of its batch."""
     queries = make_queries()[:12]

@@ -112,6 +112,7 @@ def shown(made: Sequence[Completion]) -> list[object]:
     return [(one.token_ids, one.text, one.tool_calls, one.finish_reason) for one in made]
 
 
+@pytest.mark.slow
 def test_valid_and_the_same_when_disaggregated(alone: Cluster, relayed: Cluster) -> None:
     for choice, reason in (("required", "tool_calls"), (PLACE, "stop")):
         made = ask(alone, range(10), tool_choice=choice)

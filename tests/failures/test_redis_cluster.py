@@ -26,7 +26,7 @@ from tests.failures.rig import BACKOFF
 from tests.failures.streams import Query, draw
 from tests.kvstore.redis import redisserver
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 BLOCK, PROMPT, MAX_TOKENS, COUNT = 16, 80, 24, 12
 TIMEOUT = 100.0
 NAME_BYTES = 32

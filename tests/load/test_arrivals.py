@@ -191,6 +191,7 @@ def test_clients_that_leave_and_clients_that_read_slowly(load: LoadCommand) -> N
     assert level["seconds_from_sent"]["ttft"]["mean"] is None  # its own latencies, not the server's
 
 
+@pytest.mark.slow
 def test_overload_is_relative_to_the_measured_capacity(load: LoadCommand) -> None:
     """Whatever this machine achieves: the rates are multiples of it."""
     with stub(lambda at: StubManners(status=429 if at % 7 == 6 else 200, delay=0.1)) as server:

@@ -239,6 +239,7 @@ async def counted(
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 async def test_two_routers_hint_at_one_store_and_one_of_them_is_killed(
     url: str, store: Store

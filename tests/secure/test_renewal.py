@@ -133,6 +133,7 @@ def rotate(running: Secured, load: Load, answers: list[Future[None]]) -> None:
             time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_streams_go_on_while_everything_is_exchanged(running: Secured) -> None:
     expected = [list(running.complete(BOB, prompt, TOKENS).token_ids) for prompt in PROMPTS]
     load = Load(running, expected)

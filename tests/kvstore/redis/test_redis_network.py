@@ -88,7 +88,7 @@ def test_cut_while_blocks_are_written(proxied: tuple[RedisStore, Proxy], cut: in
     assert accepted(store, blocks) == (8, 0), "what there is, is whole"
 
 
-@pytest.mark.parametrize("every", [200, 5_000, 300_000])
+@pytest.mark.parametrize("every", [pytest.param(200, marks=pytest.mark.slow), 5_000, 300_000])
 def test_flipped_bits_are_never_taken_for_a_block(
     proxied: tuple[RedisStore, Proxy], every: int
 ) -> None:

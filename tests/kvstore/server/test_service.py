@@ -199,6 +199,7 @@ def test_a_reservation_nobody_uses_ends_by_itself(
     assert time.monotonic() - began > 0.5
 
 
+@pytest.mark.slow
 def test_a_writer_that_stands_still_holds_no_place(
     channel: grpc.Channel, store: RemoteStore
 ) -> None:
