@@ -67,7 +67,7 @@ async def test_prompts_and_samples_are_one_trace(spans: Collector) -> None:
 async def test_a_chat_says_what_was_asked(spans: Collector) -> None:
     async with door() as (_, client):
         body = {
-            "messages": [{"role": "user", "content": "the code is 4711"}],
+            "messages": [{"role": "user", "content": "the code is swordfish"}],
             "max_tokens": 2,
             "temperature": 0.5,
             "top_p": 0.9,
@@ -78,7 +78,7 @@ async def test_a_chat_says_what_was_asked(spans: Collector) -> None:
     assert chat.attributes["gen_ai.operation.name"] == "chat"
     assert chat.attributes["gen_ai.request.temperature"] == 0.5
     assert chat.attributes["gen_ai.request.top_p"] == 0.9
-    assert not [span for span in spans.seen if "4711" in repr(span)]
+    assert not [span for span in spans.seen if "swordfish" in repr(span)]
 
 
 async def test_refused_requests(spans: Collector) -> None:
