@@ -38,6 +38,8 @@ class FakeManners:
     lacks: frozenset[str] = frozenset()
     restarts: Path | None = None
     """A line for each restart."""
+    replicas: int = 1
+    """Each has a cache of its own; they are asked in turn."""
 
 
 @dataclass
@@ -119,7 +121,7 @@ async def stream(lm: FakeLM, body: dict[str, Any], chat: bool) -> AsyncIterator[
     lm.asked += 1
     prompt = _prompt(body)
     count, most = int(body.get("n") or 1), int(body["max_tokens"])
-    salt = body.get("cache_salt") or ""
+    salt = f"{own % lm.manners.replicas}:{body.get('cache_salt') or ''}"
     lm.open[own] = len(prompt)
     done = False
     try:

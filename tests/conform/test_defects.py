@@ -204,6 +204,13 @@ def test_a_small_flood_proves_nothing_about_eviction(conform: ConformCommand) ->
     assert "evicted nothing; raise --flood" in found.said
 
 
+def test_a_prompt_may_be_cached_by_another_replica(conform: ConformCommand) -> None:
+    """Asked once more, each of three prompts meets the replica that does not have it."""
+    with fake(FakeManners(replicas=2)) as url:
+        found = conform(url, "--check", "evicted", "--check", "salts", "--prompts", 3)
+    assert (found.status, found.having("exact")) == (0, {"evicted", "salts"}), found.out
+
+
 def test_a_server_that_breaks_lacks_nothing(conform: ConformCommand) -> None:
     """Only a refusal says that there is no such ability."""
     with stub(lambda at: StubManners(cut_after=1) if at == 2 else GOOD) as server:
