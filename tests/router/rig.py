@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import grpc
 import pytest
 
 from kvrelay.errors import KvrelayError
+from kvrelay.process import logs
 from kvrelay.rpc.status import from_rpc_error
 from kvrelay.v1 import router_pb2, types_pb2
 from router.workers.sources import WorkerAddresses
@@ -38,3 +44,18 @@ async def join(router: Running, *workers: FakeWorker) -> None:
     roles = types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE
     by_role = [tuple(w.address for w in workers if w.role == role) for role in roles]
     router.registry.update(WorkerAddresses(*by_role))
+
+
+@contextmanager
+def json_log() -> Iterator[io.StringIO]:
+    """The log of this process as JSON lines; its handlers and level come back at the end."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    made = io.StringIO()
+    logs.setup("router", "error", made, form="json")
+    try:
+        yield made
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        logging.captureWarnings(False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
@@ -13,11 +12,10 @@ import grpc
 import httpx2
 import pytest
 
-from kvrelay.process import logs
 from kvrelay.v1 import router_pb2
 from tests.router.fakes import Behaviour, Running, decode_worker
 from tests.router.http.rig import door
-from tests.router.rig import PROMPT, request
+from tests.router.rig import PROMPT, json_log, request
 
 Line = dict[str, object]
 Doors = tuple[Running, httpx2.AsyncClient]
@@ -25,14 +23,8 @@ Doors = tuple[Running, httpx2.AsyncClient]
 
 @pytest.fixture
 def stream() -> Iterator[io.StringIO]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    made = io.StringIO()
-    logs.setup("router", "error", made, form="json")
-    yield made
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    logging.captureWarnings(False)
+    with json_log() as made:
+        yield made
 
 
 def lines_of(stream: io.StringIO) -> list[Line]:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import logging
 import secrets
 from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvrelay.process import logs
 from kvrelay.rpc import tracing
 from kvrelay.rpc.tracing import TracingOptions
 from kvrelay.v1 import router_pb2
 from tests.otlp import Collector, Seen, collector
 from tests.router.fakes import Behaviour, decode_worker
 from tests.router.http.rig import door
-from tests.router.rig import PROMPT, failing, request
+from tests.router.rig import PROMPT, failing, json_log, request
 
 PAGE = "/v1/completions"
 DOOR = f"POST {PAGE}"
@@ -116,14 +114,8 @@ async def test_a_client_that_leaves(spans: Collector) -> None:
 
 @pytest.fixture
 def lines() -> Iterator[io.StringIO]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    made = io.StringIO()
-    logs.setup("router", "error", made, form="json")
-    yield made
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    logging.captureWarnings(False)
+    with json_log() as made:
+        yield made
 
 
 async def test_lines_about_a_request_have_its_trace(spans: Collector, lines: io.StringIO) -> None:
