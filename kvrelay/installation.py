@@ -179,7 +179,7 @@ def install_line(*extras: str) -> str:
     else:
         where = "." if root == Path.cwd() else str(root)
         what, edit = f"'{where}[{wanted}]'", "-e "
-    return f"{_pip()} install {edit}{what}"
+    return f"{_pip_install()} {edit}{what}"
 
 
 def command(words: str = "") -> str:
@@ -223,17 +223,26 @@ def _found(module: str) -> bool:
         return False
 
 
-def _pip() -> str:
+def _pip_install() -> str:
+    """``pip install`` into this environment; ``uv pip`` if it has no pip, as those of uv."""
     found, own = shutil.which("pip"), Path(sysconfig.get_path("scripts"), "pip")
     if found is not None and Path(found).resolve() == own.resolve():
-        return "pip"
-    return _shown(own) if own.is_file() else f"{_shown(Path(sys.executable))} -m pip"
+        return "pip install"
+    if own.is_file():
+        return f"{_shown(own)} install"
+    python = _shown(Path(sys.executable))
+    if not _found("pip") and shutil.which("uv") is not None:
+        return f"uv pip install --python {python}"
+    return f"{python} -m pip install"
 
 
 def _shown(path: Path) -> str:
-    """A path from this folder if it lies below it."""
+    """A path from this folder if it lies below it; one in it has a slash, or PATH is searched."""
     here = Path.cwd()
-    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
+    if not path.is_relative_to(here):
+        return shlex.quote(str(path))
+    below = path.relative_to(here)
+    return shlex.quote(f"./{below}" if len(below.parts) == 1 else str(below))
 
 
 def import_path(outer: Mapping[str, str]) -> dict[str, str]:

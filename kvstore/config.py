@@ -44,7 +44,7 @@ class StoreConfig(SecurityOptions):
         metavar="FILE",
     )
     prefault: bool = option(True, "do not touch all memory in the background at start")
-    disk: str | None = option(None, "directory for blocks that leave memory", metavar="DIR")
+    disk: str | None = option(None, "directory to which blocks are written too", metavar="DIR")
     disk_budget: int = option(DISK_BUDGET, "bytes of --disk to use", unit="bytes", low=1 << 20)
     restore: bool = option(False, "start with the blocks that are in --disk")
     flush_seconds: float = option(

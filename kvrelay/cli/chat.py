@@ -30,7 +30,7 @@ conversation, /new begins another one. Lines may also come from a pipe."""
 EPILOG = """\
 examples:
   kvrelay chat --max-tokens 500
-  kvrelay chat --max-tokens 500 --system "You are terse." --temperature 0.8 --seed 7
+  kvrelay chat --system "You are terse." --temperature 0.8 --seed 7
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,11 +48,15 @@ def main(argv: Sequence[str]) -> int:
         raise Rejected("dir", f"cannot create {directory}: {error.strerror}") from None
     for name, content in _files(config).items():
         write_private(directory / name, content)
-    files = f"--tls-cert {directory}/cert.pem --tls-key {directory}/key.pem"
-    files += f" --tls-ca {directory}/ca.pem"
+    flags = {"--tls-cert": "cert.pem", "--tls-key": "key.pem", "--tls-ca": "ca.pem"}
     print_out(f"Created {directory}. Try:")
-    print_out(f"  {command('up')} {files} --credentials {directory}/credentials.toml")
-    print_out(f'  {command("generate")} {files} --credentials {directory}/client.toml "Once"')
+    for words, own, prompt in (
+        ("up", "credentials.toml", ()),
+        ("generate", "client.toml", ("Once",)),
+    ):
+        files = {**flags, "--credentials": own}
+        given = (part for flag, file in files.items() for part in (flag, str(directory / file)))
+        print_out(f"  {command(words)} {shlex.join((*given, *prompt))}")
     return 0
 
 

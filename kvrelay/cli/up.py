@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import threading
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ until all of them serve, and restarts a process that dies, however often. Ctrl-C
 (status 1 if a process kept dying); a second Ctrl-C ends it at once."""
 EPILOG = """\
 examples:
-  kvrelay up                                    the shipped model, one worker of each role
+  kvrelay up               the shipped model, one worker of each role
   kvrelay up --model DIR --prefill 2 --decode 2 --dtype bfloat16
   kvrelay up --endpoints up.json & kvrelay generate --endpoints up.json "Hello"
 """
@@ -201,14 +202,15 @@ def curl_example(config: ClusterConfig, http: str) -> list[str]:
         body |= {"temperature": 0, "messages": [{"role": "system", "content": said}, asked]}
     else:
         body["prompt"] = "Once upon a time" if has_tokenizer(folder) else [1, 2, 3]
-    lines = [f"curl {http}/v1/{page} -H 'Content-Type: application/json'"]
+    lines = [["curl", f"{http}/v1/{page}", "-H", "Content-Type: application/json"]]
     if config.tls_ca is not None:
-        lines.append(f"--cacert {config.tls_ca}")
+        lines.append(["--cacert", config.tls_ca])
         if config.tls_mutual:
-            lines.append(f"--cert {config.tls_cert} --key {config.tls_key}")
+            lines.append(["--cert", str(config.tls_cert), "--key", str(config.tls_key)])
     if config.credentials is not None:
-        lines.append("-H 'Authorization: Bearer YOUR-TOKEN'")
-    return [*lines, f"-d '{json.dumps(body)}'"]
+        lines.append(["-H", "Authorization: Bearer YOUR-TOKEN"])
+    lines.append(["-d", json.dumps(body)])
+    return [shlex.join(line) for line in lines]
 
 
 def client_flags(config: ClusterConfig) -> list[str]:
@@ -219,15 +221,15 @@ def client_flags(config: ClusterConfig) -> list[str]:
     """
     lines = []
     if config.tls_ca is not None:
-        lines.append(f"--tls-ca {config.tls_ca}")
+        lines.append(["--tls-ca", config.tls_ca])
         if config.tls_mutual:
-            lines.append(f"--tls-cert {config.tls_cert} --tls-key {config.tls_key}")
+            lines.append(["--tls-cert", str(config.tls_cert), "--tls-key", str(config.tls_key)])
     if config.tls_name is not None:
-        lines.append(f"--tls-name {config.tls_name}")
+        lines.append(["--tls-name", config.tls_name])
     if config.credentials is not None:
         own = Path(config.credentials).with_name(CLIENT_FILE)
-        lines.append(f"--credentials {own if own.is_file() else CLIENT_FILE}")
-    return lines
+        lines.append(["--credentials", str(own) if own.is_file() else CLIENT_FILE])
+    return [shlex.join(line) for line in lines]
 
 
 def describe(cluster: Cluster, view: router_pb2.ListWorkersResponse) -> str:

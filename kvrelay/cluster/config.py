@@ -8,6 +8,7 @@ from pathlib import Path
 from kvrelay.config.option import option
 from kvrelay.config.reader import check
 from kvrelay.errors import Rejected
+from kvrelay.process.cores import MOST_THREADS
 from kvrelay.process.logs import FORMATS, LEVELS
 from kvrelay.rpc.address import LOOPBACK, ROUTER_PORT
 from kvrelay.rpc.tracing import TracingOptions
@@ -45,7 +46,7 @@ class ClusterConfig(TracingOptions):
     store_budget: int = option(BUDGET, "memory of the store", unit="bytes", low=2**20)
     eviction: str | None = option(None, "eviction policy of the store", choices=EVICTIONS)
     store_disk: str | None = option(
-        None, "directory for blocks evicted from the store's memory", metavar="DIR"
+        None, "directory to which the store writes its blocks too", metavar="DIR"
     )
     store_disk_budget: int = option(DISK_BUDGET, "bytes of it to use", unit="bytes", low=2**20)
     restore: bool = option(True, "start without the blocks that are in --store-disk")
@@ -119,7 +120,8 @@ class ClusterConfig(TracingOptions):
     )
     threads: int | None = option(
         None,
-        "threads of a worker; default: by the model's size, at most 2 and cores / workers",
+        "threads of a worker; default: by the model's size, at most cores / workers and"
+        f" {MOST_THREADS}",
         low=1,
     )
     metrics_port: int | None = option(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import shutil
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
@@ -55,8 +56,8 @@ def _parser(known: Sequence[Option], prog: str, description: str, epilog: str) -
     parser = _Parser(
         prog=prog,
         usage=f"{prog} {_usage(known)}",
-        description=description,
-        epilog=_epilog(known, epilog),
+        description=_wrapped(description, width),
+        epilog="\n\n".join(filter(None, (_elsewhere(known, width), epilog.rstrip()))),
         allow_abbrev=False,
         add_help=False,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
@@ -75,17 +76,24 @@ def _parser(known: Sequence[Option], prog: str, description: str, epilog: str) -
     return parser
 
 
-def _epilog(known: Sequence[Option], epilog: str) -> str:
-    own = [item for item in known if item.rules.group == "options"]
-    example = next((item for item in own if not item.rules.positional), None)
-    if example is None:
-        return epilog
-    flag, variable = example.flag, example.variable
-    rule = f"Every option can be set in the environment: {variable} for {flag}, and so on."
-    for item in known:
-        if item.rules.secret:
-            rule += f"\n{item.variable}: {item.rules.help}."
-    return f"{rule}\n\n{epilog}".rstrip()
+def _elsewhere(known: Sequence[Option], width: int) -> str:
+    """Where values come from without a flag: the environment."""
+    own = [item for item in known if not (item.rules.positional or item.rules.secret)]
+    read = [item for item in own if item.rules.environ]
+    rules = []
+    if read:
+        but = ", ".join(item.flag for item in own if not item.rules.environ)
+        every = f"Every option but {but}" if but else "Every option"
+        first = min(read, key=lambda item: item.rules.group != "options")
+        shown = f"{first.variable} for {first.flag}"
+        rules.append(f"{every} can be set in the environment: {shown}, and so on.")
+    rules += (f"{item.variable}: {item.rules.help}." for item in known if item.rules.secret)
+    return "\n".join(textwrap.fill(rule, width) for rule in rules)
+
+
+def _wrapped(text: str, width: int) -> str:
+    """Its paragraphs, as wide as the page."""
+    return "\n\n".join(textwrap.fill(one, width) for one in text.split("\n\n"))
 
 
 def _usage(known: Sequence[Option]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.config.reader import option, required
+from kvrelay.process.cores import MOST_THREADS
 from kvrelay.process.logs import FORMATS, LEVELS
 from kvrelay.rpc.address import LOOPBACK
 from kvrelay.rpc.tracing import TracingOptions
@@ -84,7 +85,9 @@ class WorkerConfig(TracingOptions):
         120.0, "a step that takes longer counts as hung: the worker exits for a restart", low=1.0
     )
     threads: int | None = option(
-        None, "CPU threads of the model; default: by its size, at most the cores, at most 2", low=1
+        None,
+        f"CPU threads of the model; default: by its size, at most the cores and {MOST_THREADS}",
+        low=1,
     )
     grace: float = option(10.0, "seconds that open requests get after SIGTERM", low=0.0)
     audit: bool = option(False, "check every invariant of the accounting after every step")

@@ -13,12 +13,12 @@ import sys
 import threading
 import time
 
-from kvrelay.config.values import show_size
+from kvrelay.config.values import show_bytes
 
 log = logging.getLogger("kvrelay.store")
 
 STEP = 4 << 20
-REPORT_SECONDS = 2.0
+REPORT_SECONDS = 30.0
 MADV_POPULATE_WRITE = 23
 
 
@@ -57,8 +57,8 @@ class Prefault:
                 return
             if time.monotonic() - reported > REPORT_SECONDS:
                 reported = time.monotonic()
-                log.info("arena: %d %% of %s touched", 100 * start // total, show_size(total))
-        log.info("arena: %s touched in %.1f s", show_size(total), time.monotonic() - began)
+                log.info("arena: %d %% of %s touched", 100 * start // total, show_bytes(total))
+        log.info("arena: %s touched in %.1f s", show_bytes(total), time.monotonic() - began)
 
 
 def _memory_is_short() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import pytest
 from benchmarks import make_model
 from benchmarks import random_model as kvrelay_make_model
 from kvrelay.cli import commands
+from kvrelay.cli.demo.command import next_commands
 from kvrelay.cli.dispatch import COMMANDS, main
 from kvrelay.cli.store import command as store
 from kvrelay.cli.up import UpConfig, _check
@@ -54,16 +56,28 @@ def test_the_page_names_every_command(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["--version"]) == 0
 
 
+@pytest.mark.parametrize("columns", [80, 132])
 @pytest.mark.parametrize("words", LEAVES, ids=" ".join)
 def test_every_command_has_a_page(
-    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...],
+    columns: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
     with pytest.raises(SystemExit) as ended:
         main([*words, "--help"])
     page = capsys.readouterr().out
     assert ended.value.code == 0
     assert page.startswith(f"usage: kvrelay {' '.join(words)} ")
-    assert max(map(len, page.splitlines())) <= 100
+    assert max(map(len, page.splitlines())) <= min(columns, 100)
+
+
+def test_a_page_names_no_variable_that_is_not_read(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["conform", "--help"])
+    page = " ".join(capsys.readouterr().out.split())
+    assert "Every option but --model, --restart-command can be set in the environment:" in page
 
 
 @pytest.mark.parametrize("words", [("bench",), ("make-model",), ("store", "bench")], ids=" ".join)
@@ -194,12 +208,25 @@ def test_make_certs_says_what_can_be_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    assert main(["make-certs", str(tmp_path / "certs")]) == 0
+    folder = tmp_path / "my certs"
+    assert main(["make-certs", str(folder)]) == 0
     hints = capsys.readouterr().out.splitlines()[1:]
     assert [hint.split(" --tls")[0] for hint in hints] == [
         f"  {command('up')}",
         f"  {command('generate')}",
     ]
+    for hint, own in zip(hints, ("credentials.toml", "client.toml"), strict=True):
+        words = shlex.split(hint)
+        flags = ("--tls-cert", "--tls-key", "--tls-ca", "--credentials")
+        files = [Path(words[words.index(flag) + 1]) for flag in flags]
+        assert files == [folder / name for name in ("cert.pem", "key.pem", "ca.pem", own)]
+        assert all(file.is_file() for file in files)
+
+
+def test_what_the_demo_says_last_fits_a_terminal() -> None:
+    """A path of a long name may not: it is typed as it is."""
+    lines = [line for line in next_commands() if command() not in line]
+    assert all(len(line) <= 80 for line in lines), lines
 
 
 def test_every_shape_can_be_made_by_name() -> None:

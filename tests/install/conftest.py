@@ -50,8 +50,12 @@ class Installed:
     def run(
         self, *words: str | Path, cwd: Path, seconds: float = 60
     ) -> subprocess.CompletedProcess[str]:
-        """A program of this environment; other tests set variables that are options to it."""
+        """A program of this environment; other tests set variables that are options to it.
+
+        Not on its path: the programs of the environment in which the tests run, and uv.
+        """
         own = {name: text for name, text in os.environ.items() if not name.startswith("KVRELAY_")}
+        own["PATH"] = os.defpath
         return subprocess.run(
             [str(word) for word in words],
             cwd=cwd,

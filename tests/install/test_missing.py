@@ -70,6 +70,20 @@ def test_a_service_names_it(client_only: Installed, tmp_path: Path, module: str)
     assert all(name in done.stderr for name in lacks(SERVICES[module]))
 
 
+def test_an_environment_without_pip_is_filled_by_uv(client_only: Installed, tmp_path: Path) -> None:
+    """As uv makes them. In the folder of the commands too, what is printed can be typed."""
+    uv = tmp_path / "uv"
+    uv.write_text("#!/bin/sh\n")
+    uv.chmod(0o755)
+    folder, program = client_only.python.parent, "from kvrelay import installation as it; print("
+    program += "it.install_line('store'), it.command('up'), sep='\\n')"
+    done = client_only.run("env", f"PATH={tmp_path}", client_only.python, "-c", program, cwd=folder)
+    assert done.stdout.splitlines() == [
+        "uv pip install --python ./python 'kvrelay[store]'",
+        "./kvrelay up",
+    ]
+
+
 @pytest.mark.parametrize("words", COMMANDS)
 def test_its_help_is_not_refused(
     client_only: Installed, tmp_path: Path, words: tuple[str, ...]
@@ -127,6 +141,16 @@ def test_doctor_names_what_a_cluster_lacks(
         assert "not installed: xxhash; " in line
         assert f"[{extra}]'" in line.split("pip install")[1]
     assert lines[-1] == "Missing: [router], [store], [worker]."
+
+
+def test_doctor_asked_for_a_vllm_says_what_it_is(client_only: Installed, tmp_path: Path) -> None:
+    """It is that of another environment, so nothing of a cluster must be installed here."""
+    words = ("doctor", "--json", "--vllm-python", tmp_path / "python")
+    done = client_only.run(client_only.kvrelay, *words, cwd=tmp_path)
+    assert done.returncode == 1
+    (found,) = [one for one in json.loads(done.stdout)["findings"] if one["name"] == "vllm"]
+    assert found["state"] == "missing"
+    assert str(tmp_path / "python") in found["found"]
 
 
 def test_doctor_asked_for_a_store_names_it(client_only: Installed, tmp_path: Path) -> None:

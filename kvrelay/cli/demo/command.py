@@ -123,8 +123,8 @@ class Demo:
         end_now(self._cluster, number)
 
     def _size(self) -> str:
-        config = self._config
-        parts = (f"{config.prefill} prefill workers", f"{config.decode} decode workers")
+        sizes = {"prefill": self._config.prefill, "decode": self._config.decode}
+        parts = (f"{n} {role} worker{'' if n == 1 else 's'}" for role, n in sizes.items())
         return ", ".join((*parts, "a store and a router"))
 
     def _introduce(self) -> None:
@@ -250,7 +250,7 @@ def next_commands() -> Iterator[str]:
     yield f"  {make('up') or command('up')}"
     yield "leaves such a cluster serving. Then, from another terminal:"
     yield f"  {command('generate --usage --temperature 0')} --chat \\"
-    yield '      --system "The copper mask stands in Boston. The marble kite dates from 1850." \\'
+    yield '      --system "The copper mask stands in Boston. The kite dates from 1850." \\'
     yield '      "Where is the copper mask?"'
     if tests := make("test"):
         yield "The tests, those of exactness among them:"

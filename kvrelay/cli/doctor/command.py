@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -11,6 +14,7 @@ from pathlib import Path
 from google.protobuf import json_format
 
 from kvrelay.cli.doctor.machine import Diagnosis, audit, examine
+from kvrelay.cli.doctor.vllm import check_vllm
 from kvrelay.cli.screen import paint, print_out
 from kvrelay.cluster.endpoints import authorized, processes_of
 from kvrelay.config.reader import load, option
@@ -26,6 +30,7 @@ Checks this machine: what kvrelay would use, what is absent without harm, and wh
 that no process of a running cluster keeps dying. With --device it checks what a GPU computes
 instead, with --audit every invariant of the accounting of a running worker. Ends with status 1 only
 if something needed is missing, a check fails or an invariant is broken."""
+INDENT = " " * 2  # of all lines of a finding but the first
 MARKS = {"ok": ("+", "green"), "absent": ("-", "yellow"), "missing": ("!", "red")}
 
 
@@ -109,11 +114,8 @@ def next_step() -> str:
 
 
 def _vllm(python: str | None) -> Iterator[Diagnosis]:
-    if lacking(*CLUSTER):
-        return
-    from kvrelay.cli.doctor.vllm import check_vllm  # needs the packages of the services
-
-    yield from check_vllm(python)
+    if python is not None or not lacking(*CLUSTER):
+        yield from check_vllm(python)
 
 
 def _stores(urls: str | None) -> Iterator[Diagnosis]:
@@ -145,13 +147,18 @@ def show_audit(address: str, as_json: bool) -> int:
         place = one.request_id or "the pool"
         print_out(f"{paint('!', 'red')} {one.invariant} {place}: {one.message}")
     count = len(found.findings)
-    broken = f"{count} invariants are broken" if count else "all invariants hold"
-    print_out(f"{address}: {found.requests} requests, {found.blocks} blocks: {broken}.")
+    broken = f"{count} invariant{' is' if count == 1 else 's are'} broken"
+    result = broken if count else "all invariants hold"
+    print_out(f"{address}: {found.requests} requests, {found.blocks} blocks: {result}.")
     return 1 if found.findings else 0
 
 
 def line(finding: Diagnosis) -> str:
-    """One finding as a line for people."""
+    """One finding for people: a line, on a terminal as many as it takes."""
     mark, colour = MARKS[finding.state]
     means = f"; {finding.means}" if finding.means else ""
-    return f"{paint(mark, colour)} {finding.name:<14} {finding.found}{means}"
+    text = f"{finding.name:<14} {finding.found}{means}"
+    if sys.stdout.isatty():
+        room = shutil.get_terminal_size().columns - len(INDENT)
+        text = f"\n{INDENT}".join(textwrap.wrap(text, max(room, 40), break_on_hyphens=False))
+    return f"{paint(mark, colour)} {text}"
