@@ -1,7 +1,7 @@
-"""What a device has left while the largest step runs: it is computed once, before there is a pool.
+"""Free device memory while the largest step runs: the step is run once, before the pool is made.
 
-The step has as many positions and requests as one may have. Contexts are as long as a pool of all
-free memory allows; their tables name one block again and again, so no memory is needed for them.
+It has the most positions and requests of any step. Contexts are as long as a pool of all free
+memory allows; their block tables repeat one block, so they need no memory.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class DeviceMemory(Protocol):
     """The memory of a device, in bytes."""
 
     def free(self) -> int:
-        """What this process could still take, once it has given back what it does not use."""
+        """Free memory, after this process has returned what it caches."""
 
     def begin(self) -> None:
-        """Measure the peak from now on."""
+        """Begin to measure the peak."""
 
     def peak(self) -> int:
-        """How much more was taken at once than when the measurement began."""
+        """The largest growth of this process since ``begin``."""
 
 
 class CudaAllocator:
-    """The figures of torch and of the driver. The peak has what fragmentation costs."""
+    """Memory in torch's allocator and the driver. Fragmentation counts towards the peak."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -64,7 +64,7 @@ class CudaAllocator:
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:
-    """The most positions and requests of a step, and the most positions of a request."""
+    """The most positions and requests of a step, the longest request, the block size."""
 
     positions: int
     requests: int
@@ -72,21 +72,21 @@ class StepBounds:
     block_size: int
 
 
-def memory_beside_steps(
+def free_in_largest_step(
     model: LoadedModel,
     bounds: StepBounds,
     memory: DeviceMemory,
     attention_backend: str,
     threads: int | None = None,
 ) -> int:
-    """Bytes that are free while the largest step runs. ``Unservable`` if it does not fit."""
+    """Bytes that stay free on the device. ``Unservable`` if the step does not fit."""
     room = memory.free() // model.pool_shape(1, 1).block_bytes
     try:
         peak = _peak(model, bounds, room, memory, attention_backend, threads)
     except torch.OutOfMemoryError as error:
         raise Unservable(
             f"a step of {bounds.positions} positions and {bounds.requests} requests does not fit"
-            " into the memory of the device beside the weights: lower --max-num-batched-tokens or"
+            " into the device memory that the weights leave: lower --max-num-batched-tokens or"
             " --max-num-seqs"
         ) from error
     return max(memory.free() - peak, 0)
@@ -108,9 +108,9 @@ def _peak(
 
 
 def largest_steps(bounds: StepBounds, room: int) -> Iterator[list[Work]]:
-    """Prompts, one of them behind the longest context; then decode rows with equal contexts.
+    """Two steps: prompt chunks, one with the longest context; decode rows with equal contexts.
 
-    ``room`` is the number of positions that a pool can have at most. Every request samples.
+    ``room``: the most positions of a pool. Every request samples.
     """
     requests = min(bounds.requests, bounds.positions)
     each, more = divmod(bounds.positions, requests)

@@ -36,7 +36,7 @@ def numeric_profile(
 ) -> str:
     """The profile of this process with this model; the options are those of its runner.
 
-    ``verdict`` is what the device was found to do at start; empty parts do not count.
+    ``verdict`` has the results of the self-test at start; empty parts are left out.
 
     The probe has a pool of its own, so the worker's pool stays as it is.
     """

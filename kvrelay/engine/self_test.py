@@ -1,8 +1,8 @@
-"""What a GPU computes, beside what is known: ``kvrelay doctor --device``, and a worker's start.
+"""Checks of what a GPU computes, for ``kvrelay doctor --device`` and the start of a worker.
 
-Each check is small and says what it saw. Some are promises (the kernels compute attention, a graph
-computes what launches compute, blocks come back as they went), and one that fails names the step
-down. Whether a row has the same bits beside other rows is no promise on a GPU: it is reported.
+Each check is small and reports what it found. Some must hold (the kernels compute attention, a
+graph computes what separate launches compute, copied blocks are unchanged); a failure excludes a
+backend or graphs. Others only report, such as whether the bits of a row depend on other rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from kvrelay.sampling import Sampling
 
 SIZE, BLOCKS = 16, 24
 ALTERNATIVES = ("varlen", "flash_attn")
-"""Backends that are tried, in this order, where Triton's kernels do not hold."""
+"""Backends to use, in this order, if Triton's kernels fail a check."""
+
+ROWS = (2, 5, 8, 16)
+"""Numbers of decode rows among which a row is compared with the same row alone."""
 
 _LIMITS = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.03}  # of attention, numbers of about 1
 _ROUNDS = 8
@@ -40,7 +43,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class DeviceCheck:
-    """One check: whether it holds, ``None`` if it is only a fact, and what was seen."""
+    """One check: whether it holds (``None``: it only reports), and what it found."""
 
     name: str
     holds: bool | None
@@ -49,7 +52,7 @@ class DeviceCheck:
 
 @dataclass(frozen=True, slots=True)
 class SelfTest:
-    """All checks, and the best way of computing that they allow."""
+    """All checks, and the best way of computing for which they hold."""
 
     checks: tuple[DeviceCheck, ...]
 
@@ -64,7 +67,7 @@ class SelfTest:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why it is not a better one, and whatever else does not hold."""
+        """Each failed check, and why no better library can be used."""
         better = ALTERNATIVES if self.way == "sdpa" else ALTERNATIVES[: self._place]
         return tuple(
             f"{check.name}: {check.found}"
@@ -111,11 +114,11 @@ def _checks(
         yield attempt(
             device,
             f"attention {dtype}",
-            lambda shape=shape: beside_sdpa(device, shape, 4, "triton"),  # type: ignore[misc]
+            lambda shape=shape: same_as_sdpa(device, shape, 4, "triton"),  # type: ignore[misc]
         )
     launched = Runner(model, BLOCKS, SIZE, "triton")
     yield attempt(device, "model", lambda: same_model(model, launched))
-    yield attempt(device, "rows", lambda: _rows_told(launched))
+    yield attempt(device, "rows", lambda: _rows(launched))
     yield attempt(device, "graphs", lambda: same_graphs(model, launched, runtime))
     yield attempt(device, "blocks", lambda: _blocks(launched))
     yield attempt(device, "copies", lambda: _bandwidths(device, clock))
@@ -124,12 +127,12 @@ def _checks(
 def attempt(
     device: torch.device, name: str, check: Callable[[], tuple[bool | None, str]]
 ) -> DeviceCheck:
-    """A check that raises does not hold. ``DeviceLost`` if nothing can be computed after it."""
+    """Run a check; one that raises does not hold. ``DeviceLost`` if the device then fails too."""
     try:
         return DeviceCheck(name, *check())
     except Rejected as error:  # before anything was computed
         return DeviceCheck(name, False, error.message)
-    except (RuntimeError, KvrelayError) as error:  # torch's and Triton's errors are of the first
+    except (RuntimeError, KvrelayError) as error:  # torch and Triton raise RuntimeError
         found = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
         try:
             if device.type == "cuda":
@@ -140,18 +143,21 @@ def attempt(
 
 
 def _alternative(device: torch.device, name: str) -> tuple[bool | None, str]:
-    """Attention of a library; that it cannot be used is a fact."""
+    """Attention of a library; one that cannot be used only reports why."""
     shape = PoolShape(BLOCKS, 2, least_block_size(name), 2, 64, "bfloat16")
     try:
-        return beside_sdpa(device, shape, 4, name)
+        return same_as_sdpa(device, shape, 4, name)
     except Rejected as error:
         return None, error.message.removeprefix(f"{name} ")
 
 
-def beside_sdpa(
+def same_as_sdpa(
     device: torch.device, shape: PoolShape, heads: int, backend: str
 ) -> tuple[bool, str]:
-    """Prefill, a chunk and decode rows over scattered blocks; NaN where no position lies."""
+    """Prefill, a chunk and decode rows over scattered blocks, with NaN in every unused position.
+
+    Results must equal SDPA's up to rounding, and stored K and V to the bit.
+    """
     pools = [KVPool(shape, device) for _ in range(2)]
     pools[0].tensor.fill_(torch.nan)
     backends = choose_attention(backend, pools[0]).backend, SdpaBackend(pools[1])
@@ -177,17 +183,17 @@ def beside_sdpa(
     mine, theirs = (pool.tensor for pool in pools)
     written = ~mine.isnan()
     if not torch.equal(mine[written], theirs[written]) or theirs[~written].any():
-        return False, "K and V were stored elsewhere, or other ones"
+        return False, "wrong K and V were stored, or in the wrong place"
     return worst < _LIMITS[shape.dtype], f"differs from SDPA by {worst:.1e} at most"
 
 
 def runner_for_tests(model: LoadedModel, backend: str, rows: int = BLOCKS) -> Runner:
-    """A runner with the smallest blocks that a backend reads, ``rows`` of them."""
+    """A runner over ``rows`` blocks of the smallest size that the backend supports."""
     return Runner(model, rows, max(SIZE, least_block_size(backend)), backend)
 
 
 def same_model(model: LoadedModel, launched: Runner) -> tuple[bool, str]:
-    """The logits of a runner and of SDPA's: a wrong kernel changes logits by far."""
+    """The model's logits must differ from SDPA's by at most 5 % of the largest one."""
     other = Runner(model, BLOCKS, SIZE, "sdpa")
     mine, theirs = (_last_logits(model, runner, (_PROMPT,)) for runner in (launched, other))
     share = ((mine - theirs).abs().max() / theirs.abs().max()).item()
@@ -207,45 +213,43 @@ def _last_logits(model: LoadedModel, runner: Runner, cuts: Sequence[int]) -> tor
 
 
 def same_cuts(model: LoadedModel, runner: Runner) -> bool:
-    """Whether the bits of a row depend on where its prompt is cut."""
+    """Whether a prompt's logits have the same bits wherever it is cut into chunks."""
     whole = _last_logits(model, runner, (_PROMPT,))
     cuts = ((7, _PROMPT), (33, _PROMPT - 1, _PROMPT))
     return all(torch.equal(_last_logits(model, runner, each), whole) for each in cuts)
 
 
 def same_rows(runner: Runner, counts: Sequence[int]) -> list[int]:
-    """The numbers of decode rows among which a row has the bits that it has alone."""
+    """Those of ``counts`` decode rows with which a row has the same bits as alone."""
     alone = _decode(runner, 1)[:1]
     return [rows for rows in counts if torch.equal(_decode(runner, rows)[:1], alone)]
 
 
-def _rows_told(launched: Runner) -> tuple[None, str]:
-    alike = ", ".join(map(str, same_rows(launched, (2, 5, 8, 16)))) or "no"
-    return None, f"equal to the bit alone and among {alike} rows, of 2, 5, 8, 16"
+def _rows(launched: Runner) -> tuple[None, str]:
+    alike = ", ".join(map(str, same_rows(launched, ROWS))) or "no"
+    return None, f"equal to the bit alone and among {alike} rows, of {', '.join(map(str, ROWS))}"
 
 
 def same_graphs(
     model: LoadedModel, launched: Runner, runtime: Callable[[], GraphRuntime]
 ) -> tuple[bool, str]:
-    """A padded graph beside launches of as many rows, and what it leaves alone."""
+    """Graphs must compute what launches do, and padding must not write to the pool."""
     options = GraphOptions(GraphLimits(8, BLOCKS * SIZE), runtime)
     replayed = Runner(model, BLOCKS, SIZE, "triton", graphs=options)
     if replayed.graphs_reason:
         return False, replayed.graphs_reason
     padded, exact = _decode(replayed, 5), _decode(launched, 5)
-    whole = torch.equal(_decode(replayed, 8), _decode(launched, 8))
-    if not whole:
-        return False, "8 rows have other bits than the same launches"
+    if not torch.equal(_decode(replayed, 8), _decode(launched, 8)):
+        return False, "the bits of 8 rows differ from those of launches"
     share = ((padded - exact).abs().max() / exact.abs().max()).item()
     same = "the same bits" if share == 0 else f"within {share:.1e}"
-    untouched = not replayed.pool.tensor[8:].any()
-    if not untouched:
-        return False, "padding was written to blocks of no row"
+    if replayed.pool.tensor[8:].any():
+        return False, "padding wrote to blocks that no row has"
     return share < 0.05, f"8 rows: the same bits; 5 rows padded to 8: {same}"
 
 
 def _decode(runner: Runner, rows: int) -> torch.Tensor:
-    """Logits of one decode step of rows, each of its own block, after the same prompts."""
+    """Logits [rows, vocab] of a decode step; each row has a prompt and a block of its own."""
     runner.pool.tensor.zero_()
     prompts = [[(7 * row + i) % 100 for i in range(6)] for row in range(rows)]
     first = [Work(p, 0, 6, [row], 6, _GREEDY) for row, p in enumerate(prompts)]
@@ -258,7 +262,7 @@ def _decode(runner: Runner, rows: int) -> torch.Tensor:
 
 
 def _blocks(launched: Runner) -> tuple[bool, str]:
-    """Blocks to host memory and back, beside a step that computes others."""
+    """Copies of a block to the host and back, during steps over other blocks."""
     pool = launched.pool
     pool.tensor.zero_()
     work = Work([1] * 64, 0, 64, [0, 1, 2, 3], 64, _GREEDY)

@@ -1,8 +1,8 @@
-"""How a worker on a GPU computes: decided at its start by what the device gets right.
+"""Chooses how a worker on a GPU computes, by a self-test at its start.
 
-Graphs of Triton's kernels, the kernels one by one, the attention of another library, SDPA: the
-first way whose checks hold, and why not a better one. Clocks have no part in it: workers on equal
-devices decide alike, so their numeric profiles are equal.
+The candidates, best first: CUDA graphs of Triton kernels, single launches of them, another
+library's attention, SDPA. The first whose checks hold is taken, with the reasons against the better
+ones. No check measures time, so workers on equal devices choose alike and share a numeric profile.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from kvrelay.engine.runner import Runner
 from kvrelay.engine.self_test import (
     ALTERNATIVES,
     BLOCKS,
+    ROWS,
     DeviceCheck,
     attempt,
-    beside_sdpa,
     runner_for_tests,
+    same_as_sdpa,
     same_cuts,
     same_graphs,
     same_model,
@@ -33,16 +34,15 @@ from kvrelay.engine.stepping import DeviceLost
 from kvrelay.errors import Unservable
 
 ORDER = ("triton", *ALTERNATIVES, "sdpa")
-_FEW = 6  # rows whose bits are compared where a block has 256 positions
-_ROWS = (2, 5, 8, 16)
+_FEW = 6  # rows whose bits are compared if a block has 256 positions
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The attention backend, whether decode steps are to be graphs, and why it is not better.
+    """The attention backend, whether decode steps are CUDA graphs, and why it is not a better one.
 
-    ``facts`` go into the numeric profile: whether a row has the same bits beside others, and
-    wherever its prompt is cut.
+    ``facts`` are for the numeric profile: whether the bits of a row depend on the number of rows,
+    and on where its prompt is cut.
     """
 
     backend: str
@@ -52,32 +52,32 @@ class Way:
 
     @property
     def name(self) -> str:
-        """For people."""
-        return "graphs of triton" if self.graphs else self.backend
+        """The way in words, for the log."""
+        return "triton with CUDA graphs" if self.graphs else self.backend
 
 
 class Examiner(Protocol):
-    """Tries a device. Every call may raise ``DeviceLost``."""
+    """Checks a device. Every call may raise ``DeviceLost``."""
 
     def backend(self, name: str) -> Iterator[DeviceCheck]:
-        """The checks of a backend, one after the other."""
+        """Run the checks of a backend in order."""
 
     def graphs(self) -> DeviceCheck:
-        """Whether graphs of Triton's kernels compute what the kernels do."""
+        """Whether CUDA graphs compute what launches of the Triton kernels compute."""
 
     def facts(self, name: str) -> tuple[str, ...]:
         """See ``Way``."""
 
 
 def choose_way(asked: str, examiner: Examiner) -> Way:
-    """The best way of a device for ``--attention-backend``; "auto" steps down through ``ORDER``.
+    """The way for a value of ``--attention-backend``; "auto" takes the first in ``ORDER`` to hold.
 
-    ``Unservable`` if another backend was asked for and does not hold, or if the device is lost.
+    ``Unservable`` if a check of the backend that was asked for fails, or if the device is lost.
     """
     reasons: list[str] = []
     for name in ORDER if asked == "auto" else (asked,):
         try:
-            way = _way(name, examiner, reasons)
+            way = _checked(name, examiner, reasons)
         except DeviceLost as error:
             raise Unservable(_lost(asked, name, error)) from error
         if way is not None:
@@ -85,8 +85,8 @@ def choose_way(asked: str, examiner: Examiner) -> Way:
     raise Unservable(f"--attention-backend {asked} cannot be used here: {'; '.join(reasons)}")
 
 
-def _way(name: str, examiner: Examiner, reasons: list[str]) -> Way | None:
-    """The way of one backend; ``None``, with one more reason, if it does not hold."""
+def _checked(name: str, examiner: Examiner, reasons: list[str]) -> Way | None:
+    """Check one backend; if it fails, add the reason and return ``None``."""
     for check in examiner.backend(name):
         if not check.holds:
             unusable = check.found.startswith(f"{name} cannot be used")
@@ -102,16 +102,15 @@ def _way(name: str, examiner: Examiner, reasons: list[str]) -> Way | None:
 
 
 def _lost(asked: str, name: str, error: DeviceLost) -> str:
-    """CUDA repeats such an error at every later call of the process."""
-    rest = ORDER[ORDER.index(name) + 1 :] if name in ORDER else ()
+    """The error: no other backend can be checked, since every later CUDA call would fail too."""
     told = f"the self-test of {name} lost the device: {error}"
-    if asked != "auto" or not rest:
-        return told
-    return f"{told}; start the worker with --attention-backend {' or '.join(rest)}"
+    rest = ORDER[ORDER.index(name) + 1 :] if asked == "auto" else ()
+    way_out = f"; start the worker with --attention-backend {' or '.join(rest)}"
+    return told + way_out if rest else told
 
 
 class DeviceExaminer:
-    """Tries the device of a loaded model, in the shapes that a worker will use."""
+    """Checks the device of a loaded model, in the shapes that a worker will use."""
 
     def __init__(
         self,
@@ -122,24 +121,24 @@ class DeviceExaminer:
         self._model = model
         self._shape = model.pool_shape(BLOCKS, block_size)
         self._runtime = runtime
-        self._runner: Runner | None = None  # of the backend that is tried
+        self._runner: Runner | None = None  # of the backend that is checked
 
     def backend(self, name: str) -> Iterator[DeviceCheck]:
-        """Attention of one layer, then the whole model, beside SDPA, which is not in doubt."""
+        """Attention of two layers, then the whole model, compared with SDPA; SDPA has no checks."""
         if name in ("sdpa", "native"):
             return
         yield self._attempt("attention", lambda: self._attention(name))
         yield self._attempt("model", lambda: same_model(self._model, self._opened(name)))
 
     def graphs(self) -> DeviceCheck:
-        """Of no use for a forward pass that is not ours."""
+        """Fails for a model with transformers' forward pass, which has no graphs."""
         launched = self._opened("triton")
         if not isinstance(launched.forward, FusedDecoder):
             return DeviceCheck("graphs", False, "the model's forward pass is that of transformers")
         return self._attempt("graphs", lambda: same_graphs(self._model, launched, self._runtime))
 
     def facts(self, name: str) -> tuple[str, ...]:
-        counts = [rows for rows in _ROWS if name not in ALTERNATIVES or rows <= _FEW]
+        counts = [rows for rows in ROWS if name not in ALTERNATIVES or rows <= _FEW]
         runner = self._opened(name)
         with torch.inference_mode():
             rows = same_rows(runner, counts) == counts
@@ -150,7 +149,7 @@ class DeviceExaminer:
         heads = self._model.info.num_heads
         layers = min(self._shape.num_layers, 2)
         shape = replace(self._shape, num_layers=layers)
-        return beside_sdpa(self._model.device, shape, heads, name)
+        return same_as_sdpa(self._model.device, shape, heads, name)
 
     def _attempt(self, name: str, check: Callable[[], tuple[bool | None, str]]) -> DeviceCheck:
         with torch.inference_mode():

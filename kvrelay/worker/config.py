@@ -52,9 +52,9 @@ class WorkerConfig(TracingOptions):
     )
     attention_backend: str = option(
         "auto",
-        "how attention is computed; auto: on the CPU native (our compiled kernel), else sdpa"
-        " (torch), with a line that says why; on a GPU the first of triton (our kernels), varlen"
-        " (torch's FlashAttention), flash_attn (the package) and sdpa that passes a test at start",
+        "how attention is computed; auto on the CPU: native (our compiled kernel), or sdpa (torch)"
+        " if native cannot be used; auto on a GPU: the first of triton (our kernels), varlen"
+        " (torch's FlashAttention), flash_attn (the package) and sdpa that passes a self-test",
         choices=ATTENTION_BACKENDS,
     )
     numerics: str = option(
@@ -65,16 +65,16 @@ class WorkerConfig(TracingOptions):
     )
     block_size: int = option(16, "token positions in a KV block", low=1, high=LARGEST_BLOCK)
     num_blocks: int | None = option(
-        None, "KV blocks in the pool; default: what fits in --kv-memory and can be used", low=1
+        None, "KV blocks in the pool; default: as many as --kv-memory holds and can be used", low=1
     )
     kv_memory: int | None = option(
         None,
-        "pool size without --num-blocks; default: --kv-share of the memory that is free beside the"
-        " weights on the host, and on a device beside the largest step too",
+        "size of the KV pool if --num-blocks is not given; default: --kv-share of the memory that"
+        " is free once the weights are loaded; on a GPU, of what is free in the largest step",
         unit="bytes",
         low=1,
     )
-    kv_share: float = option(0.5, "see --kv-memory", low=0.001, high=0.95)
+    kv_share: float = option(0.5, "part of the free memory; see --kv-memory", low=0.001, high=0.95)
     max_model_len: int | None = option(
         None, "positions a request may have; default: the model's own limit", low=1
     )

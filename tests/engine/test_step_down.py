@@ -166,7 +166,7 @@ def test_a_worker_prints_its_way_and_why(
         assert not caplog.records
         way = native.way_of(config, replace(MODEL, device=torch.device("cuda")))
     *why, last = [record.getMessage() for record in caplog.records]
-    assert last.startswith(f"this GPU computes by {way.backend} (the self-test took ")
+    assert last.startswith(f"this GPU computes with {way.name} (the self-test took ")
     assert why == ([f"the self-test: triton: attention: {WRONG}"] if fails else [])
     assert way.facts == FACTS
 

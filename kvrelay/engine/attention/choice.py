@@ -37,10 +37,9 @@ _FORCED: Mapping[str, Callable[[KVPool], AttentionBackend]] = {
 def choose_attention(name: str, pool: KVPool) -> ChosenAttention:
     """The attention backend of this name over a pool.
 
-    "auto" is the native kernel where it loads, passes its self-test and computes in the pool's
-    dtype and on its device, else SDPA; what a worker on a GPU computes with is the result of its
-    self-test (``kvrelay.engine.self_test``). ``Rejected`` if the name is unknown, or if this
-    machine cannot run that backend.
+    "auto" is the native kernel if it loads, passes its self-test and supports the pool's dtype and
+    device, else SDPA; a worker on a GPU resolves "auto" before (``kvrelay.engine.step_down``).
+    ``Rejected`` if the name is unknown, or if this machine cannot run the backend.
     """
     if name == "auto":
         return _automatic(pool)
@@ -55,7 +54,7 @@ def choose_attention(name: str, pool: KVPool) -> ChosenAttention:
 
 
 def least_block_size(name: str) -> int:
-    """The fewest positions of a block that a backend reads."""
+    """The smallest block size, in positions, that a backend supports."""
     return PAGE if name in ("varlen", "flash_attn") else 1
 
 

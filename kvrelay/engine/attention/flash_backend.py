@@ -1,7 +1,6 @@
-"""Paged attention by FlashAttention 2 of another library, on a CUDA device.
+"""Paged attention by another library's FlashAttention 2, on a CUDA device.
 
-K and V are read where they lie in the pool: the calls take its strides. Has not run on a GPU yet
-(docs/gpu.md).
+The library reads K and V in the pool, by its strides. Has not run on a GPU yet (docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class FlashBackend:
         self._upload = StepUpload(pool.device)
 
     def step(self, batch: Batch) -> FlashStep:
-        """Upload all that the step reads, its tokens included, in one copy."""
+        """Upload tokens, tables and sampling parameters of a step in one copy."""
         blocks, decodes = batch.blocks, batch.decodes
         if blocks.min() < 0 or blocks.max() >= self.pool.shape.num_blocks:
             raise IndexError(f"a block table leaves the pool of {self.pool.shape.num_blocks}")
@@ -63,7 +62,7 @@ class FlashBackend:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Neighbouring entries in host memory: the ``parts`` of ``FlashEntries``, in order."""
+    """The decode or the prefill entries in host memory; ``parts`` as in ``FlashEntries``."""
 
     parts: tuple[NDArray[np.int32], ...]
     most_rows: int
@@ -73,7 +72,7 @@ class _Group:
     def of(cls, batch: Batch, which: slice, block_size: int) -> _Group:
         spans, lengths = batch.spans[which], batch.lengths[which]
         widths = -(lengths // -block_size)
-        # Behind its end a table repeats the last block: no call reads it, and it is a valid one.
+        # Shorter tables are padded with their last block: it is never read, but must be valid.
         places = np.minimum(np.arange(widths.max(initial=0)), widths[:, None] - 1)
         table = batch.blocks[places + spans[:, 3, None]]
         whole = (_offsets(spans[:, 2]), _offsets(lengths), lengths, table)
@@ -92,7 +91,7 @@ class _Group:
 
 
 def _places(slots: NDArray[np.int32], shape: PoolShape) -> NDArray[np.int64]:
-    """Where K, then V, of each packed position lies in layer 0, as ``KVPool.store`` takes it."""
+    """The rows of K, then those of V, of each packed position in layer 0, for ``KVPool.store``."""
     blocks, offsets = np.divmod(slots.astype(np.int64), shape.block_size)
     heads = np.arange(shape.num_kv_heads) * shape.head_runs
     runs = blocks[:, None] * shape.block_runs + heads
@@ -102,7 +101,7 @@ def _places(slots: NDArray[np.int32], shape: PoolShape) -> NDArray[np.int64]:
 
 
 def _offsets(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where each of some neighbours begins, and where the last one ends: [n + 1]."""
+    """Cumulative counts from 0: [n + 1]."""
     offsets: NDArray[np.int64] = np.concatenate(([0], np.cumsum(counts)))
     return offsets
 
@@ -127,7 +126,7 @@ class FlashStep:
         value: torch.Tensor,
         scaling: float | None,
     ) -> torch.Tensor:
-        """Store, then attend the entries of decode and those of prefill."""
+        """Store K and V, then attend: one call for decode entries, one for prefill entries."""
         self._check(layer, query, key, value)
         self.pool.store(layer, self.places, key, value)
         keys, values = self.pool.by_position[:, layer].unbind(1)
@@ -144,7 +143,7 @@ class FlashStep:
     def _check(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """``ValueError`` for what would be read or written elsewhere."""
+        """``ValueError`` if a layer, shape or dtype is not the pool's: no kernel checks it."""
         shape = self.pool.shape
         kept = (self.inputs.tokens.shape[1], shape.num_kv_heads, shape.head_dim)
         fits = (
@@ -160,7 +159,7 @@ class FlashStep:
 
 
 def _aligned(query: torch.Tensor) -> torch.Tensor:
-    """Q with strides that the kernels load from."""
+    """Q, copied if its strides are not multiples of what the kernels load at once."""
     places = (query.stride(0), query.stride(1), int(query.storage_offset()))
     fits = query.stride(2) == 1 and not any(place % ALIGNED for place in places)
     return query if fits else query.clone(memory_format=torch.contiguous_format)

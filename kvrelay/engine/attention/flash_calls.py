@@ -1,9 +1,9 @@
 """Calls of FlashAttention 2 over paged KV: torch's ``varlen_attn`` and the package ``flash_attn``.
 
-Neither has run on a GPU yet (docs/gpu.md). Entries of decode and of prefill are calls of their own,
-so that the kernel of a row does not depend on the works beside it. KV is never split: the number
-of splits depends on the longest context of a batch, and torch 2.13 computes wrong numbers with more
-than one (pytorch/pytorch#194167).
+Neither has run on a GPU yet (docs/gpu.md). Decode and prefill entries are separate calls, so the
+choice of a kernel for a row does not depend on the other entries of a step. KV is never split: the
+number of splits depends on the longest context of a batch, and torch 2.13 computes wrong numbers
+with more than one (pytorch/pytorch#194167).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvrelay.engine.cuda.flash_conditions import (
 )
 
 REVISION = 1
-"""Changes with every change to the bits of a result."""
+"""Increase it with every change of a result's bits."""
 
 _SPLITS = 1
 
@@ -32,16 +32,16 @@ Call = Callable[..., torch.Tensor]
 
 
 class NoFlash(Exception):
-    """Why FlashAttention cannot be used here, with every reason, in words for people."""
+    """FlashAttention cannot be used here; the message has every reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlashEntries:
-    """The ``n`` entries of one call, on the device, all int32.
+    """The ``n`` entries of one call: int32 tensors on the device.
 
-    ``rows`` [n + 1] are cumulative numbers of Q, ``keys`` [n + 1] of context and own positions,
-    which are ``lengths`` [n]. ``table`` [n, widest] has the blocks of each, in order. ``most_rows``
-    and ``longest`` are the largest numbers of an entry.
+    ``lengths`` [n] counts the keys of each entry: its context and its own positions. ``rows`` and
+    ``keys`` [n + 1] are cumulative numbers of query rows and keys. ``table`` [n, widest] has the
+    blocks of each entry in order. ``most_rows`` and ``longest`` are the largest of one entry.
     """
 
     rows: torch.Tensor
@@ -57,7 +57,7 @@ class FlashCalls(Protocol):
 
     @property
     def name(self) -> str:
-        """As ``--attention-backend`` has it."""
+        """The value of ``--attention-backend``."""
 
     @property
     def profile(self) -> str:
@@ -71,7 +71,7 @@ class FlashCalls(Protocol):
         entries: FlashEntries,
         scale: float,
     ) -> torch.Tensor:
-        """Entries of one row each, which sees all its keys."""
+        """Entries of one row each; it sees every key of its entry."""
 
     def prefill(
         self,
@@ -81,7 +81,7 @@ class FlashCalls(Protocol):
         entries: FlashEntries,
         scale: float,
     ) -> torch.Tensor:
-        """Entries of any number of rows; the last row of each sees all its keys."""
+        """Causal entries of any number of rows; the last row sees every key of its entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class VarlenCalls:
     function: Call
     options: AttentionOptions = PLAIN
     name = "varlen"
-    profile = f"varlen-{REVISION}"  # torch is in the numeric profile
+    profile = f"varlen-{REVISION}"  # torch's version is elsewhere in the numeric profile
 
     def decode(
         self,
@@ -205,7 +205,7 @@ class FlashAttnCalls:
         )
 
     def _cap(self) -> dict[str, float]:
-        """An old version without the argument is no obstacle where there is no cap."""
+        """Passed only if there is a cap: old versions lack the argument."""
         return {"softcap": self.options.softcap} if self.options.softcap else {}
 
 
@@ -253,5 +253,5 @@ def _refuse(reasons: tuple[str, ...]) -> None:
 
 
 def _window(options: AttentionOptions) -> tuple[int, int] | None:
-    """Keys before and behind a position that it sees; ours counts the position itself."""
+    """Visible keys before and after a position; ``options.window`` counts the position too."""
     return (options.window - 1, 0) if options.window else None

@@ -48,7 +48,7 @@ class Leg:
     submitted: float
     grammar: OutputGrammar | None = None
     admitted: float | None = None
-    lookup: tuple[float, float] | None = None  # begin and end of that for the first admission
+    lookup: tuple[float, float] | None = None  # of the first admission: begin and end
     asked: int = 0  # tokens looked up for the first admission
     miss: Miss | None = None  # why the lookup of the first admission found no more
     first: Admitted | None = None

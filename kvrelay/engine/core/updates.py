@@ -82,7 +82,8 @@ class Sampled:
 class Timing:
     """Seconds: ``queue`` until admitted, ``load`` until running, ``run`` to the first token.
 
-    Moments of the engine's clock: ``submitted``, and begin and end of the ``lookup`` in the store.
+    Moments of the engine's clock: ``submitted``, and begin and end of the store ``lookup``, which
+    is ``None`` if the engine did not wait for one.
     """
 
     queue: float

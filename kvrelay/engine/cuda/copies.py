@@ -1,9 +1,9 @@
 """Batches of copies between the blocks of a pool on a device and host memory.
 
-A block is one range of the pool: its copy is one DMA. Loads have a stream, and saves another. A
-batch begins, on the device, after the last step, and one event tells the host that it has ended.
-The host's side is pinned memory that is kept for batches, or memory registered with the driver;
-nothing is allocated for a block. Has not run on a GPU yet.
+A block is contiguous in the pool, so its copy is one DMA. Loads and saves have a CUDA stream each.
+On the device a batch starts after the last step; one event tells the host that it has ended. Host
+memory is pinned and reused, or registered with the driver: no copy allocates. Has not run on a GPU
+yet.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ FEWEST_SLOTS = 4
 
 @dataclass(frozen=True, slots=True)
 class BlockOnHost:
-    """A block that was copied to the host; ``payload`` is right once the batch is settled.
+    """A block on its way to the host: ``payload`` is valid from ``settle`` until ``recycle``.
 
-    ``placed``: it lies where the caller asked for it. ``turn`` is the batch's, until ``recycle``.
+    ``placed``: it is in the caller's target. ``turn`` is that of the batch when the copy started.
     """
 
     payload: memoryview
@@ -52,7 +52,7 @@ class _Slab:
 
 
 class BlockCopies:
-    """The copies of one pool. ``registered`` is the memory outside of slabs that they may use."""
+    """The copies of one pool. ``registered``: host memory besides slabs that the device reaches."""
 
     def __init__(self, pool: torch.Tensor, registered: RegisteredMemory | None = None) -> None:
         count, heads, layers, two, size = pool.shape[:5]
@@ -75,11 +75,11 @@ class BlockCopies:
 
     @property
     def most_blocks(self) -> int:
-        """Blocks that a batch of loads may have: one of them may need a second slot."""
+        """The most blocks of a batch of loads; the partial one among them takes two slots."""
         return self._slots - 1
 
     def computed(self) -> None:
-        """The step that was launched last is the one that later batches wait for."""
+        """Make later batches wait for the step that was launched last."""
         self.step_ended.record(torch.cuda.current_stream(self.blocks.device))
 
     def loading(self) -> DeviceBatch:
@@ -91,14 +91,14 @@ class BlockCopies:
         return DeviceBatch(self, self._saves)
 
     def take_slab(self) -> _Slab:
-        """Pinned memory for one batch. There is as much as batches have run at once."""
+        """Pinned memory for one batch; a new slab only if all others are in use."""
         with self._lock:
             if self._idle:
                 return self._idle.pop()
         return _Slab(self._slots, self.block_bytes)
 
     def give_slab(self, slab: _Slab) -> None:
-        """Pinned memory that no copy uses any more."""
+        """Return a slab that no copy uses any more."""
         with self._lock:
             self._idle.append(slab)
 
@@ -133,7 +133,7 @@ class DeviceBatch:
             self._slab = None
 
     def slot(self) -> memoryview | None:
-        """Pinned memory of a block's size, for this batch alone; ``None``: all of it is taken."""
+        """Pinned memory of a block's size, for this batch; ``None`` if all slots are taken."""
         if self._slab is None:
             self._slab = self._copies.take_slab()
         if self._taken == len(self._slab.slots):
@@ -144,7 +144,8 @@ class DeviceBatch:
     def load(self, block: int, count: int, payload: memoryview) -> bool:
         """Start to fill a block's first ``count`` positions; the rest becomes zero.
 
-        ``False``, and nothing is done, if the device cannot read this memory or no slot is free.
+        Returns ``False``, having started nothing, if the device cannot read the payload's memory or
+        no slot is free.
         """
         if count < self._copies.positions:
             whole = self.slot()
@@ -193,12 +194,12 @@ class DeviceBatch:
         self._used.clear()
 
     def recycle(self) -> None:
-        """Give up the slots of copies that have ended."""
+        """Free the slots of this batch, whose copies have ended."""
         self._taken = 0
         self.turn += 1
 
     def _reaches(self, view: memoryview, write: bool) -> bool:
-        """Whether the device can copy to or from this memory: if so, until the batch settles."""
+        """Whether the device can copy to or from this memory; keeps it so until ``settle``."""
         address, size = address_of(view), view.nbytes
         if self._slab is not None and self._slab.holds(address, size):
             return True

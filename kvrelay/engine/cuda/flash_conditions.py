@@ -1,7 +1,7 @@
-"""What FlashAttention 2 needs of a pool, a device and a version, checked before a first call.
+"""What FlashAttention 2 needs of a pool, a device and a version, checked before the first call.
 
-``varlen_attn`` of torch 2.13 and the package ``flash_attn`` 2 have the same kernels inside. Where a
-condition does not hold, a kernel raises in the middle of a step, or computes wrong numbers.
+``varlen_attn`` of torch 2.13 and the package ``flash_attn`` 2 run the same kernels. If a condition
+does not hold, a kernel raises in the middle of a step or computes wrong numbers.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from kvrelay.engine.cuda.arguments import AttentionOptions
 from kvrelay.engine.cuda.launch import OLDEST
 
 PAGE = 256
-"""The positions of a block must be a multiple of it."""
+"""Positions: the block size must be a multiple of it."""
 
 ALIGNED = 8
-"""Numbers of half precision that are loaded at once: 16 bytes."""
+"""Half-precision numbers in one 16-byte load."""
 
 _WIDEST = 256
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -65,10 +65,8 @@ def device_reasons(device: torch.device) -> tuple[str, ...]:
         return (f"torch {torch.__version__} is built for ROCm, and paged calls need CUDA",)
     found = torch.cuda.get_device_capability(device)
     if found < OLDEST:
-        found_and_needed = (*OLDEST, *found)
-        return (
-            "it needs compute capability {}.{}, and the device has {}.{}".format(*found_and_needed),
-        )
+        needed, own = (".".join(map(str, version)) for version in (OLDEST, found))
+        return (f"it needs compute capability {needed}, and the device has {own}",)
     return ()
 
 

@@ -1,8 +1,8 @@
-"""Host memory that is registered with CUDA's driver, so that the device copies by itself.
+"""Host memory that is registered with CUDA's driver, so that DMA reads and writes it directly.
 
-A mapping is registered by a thread of its own: that takes long for a large one, and an error that
-CUDA keeps for the thread after a refusal ends with it. Until then, and if the driver refuses, no
-copy uses the mapping. It stays mapped and registered until it is unregistered and no copy uses it.
+Each mapping is registered in a thread of its own: a large one takes long, and CUDA keeps a refusal
+as the thread's last error. No copy uses a mapping before it is registered, or if the driver
+refuses. After ``unregister`` it stays registered until no copy uses it.
 """
 
 from __future__ import annotations

@@ -73,9 +73,9 @@ class LoadedModel:
 
     @property
     def products(self) -> Products | NoProducts:
-        """What its packed layers are multiplied with."""
+        """The products of its packed layers."""
         if self.device.type != "cpu":
-            return NoProducts("AMX tiles are of the CPU", notable=False)
+            return NoProducts(f"the model is on {self.device}", notable=False)
         return products_of(DTYPES[self.info.dtype])
 
     @property

@@ -1,10 +1,10 @@
 """Linear layers on the CPU whose weights are packed once at start.
 
-In bfloat16 on CPUs with AMX the product is our own (``attention.native.products``), else oneDNN's.
+On CPUs with AMX our own kernel multiplies bfloat16 (``attention.native.products``); else oneDNN.
 
-oneDNN's, measured on a 2-core AVX-512 machine, one thread, 1024 x 6144: bfloat16 1.5 times (16
+oneDNN, measured on a 2-core AVX-512 machine, one thread, 1024 x 6144: bfloat16 1.5 times (16
 rows) to 2.5 times (1 row) as fast as ``nn.Linear`` and equal to the bit; float32 3 times (16 rows),
-within 3e-6. A row's result does not depend on how many rows are beside it, save for a lone row in
+within 3e-6. A row's result does not depend on the number of rows, except for a single row in
 float32 or of more than 1,024 elements, which is therefore computed as one of two.
 """
 
@@ -36,22 +36,21 @@ _Pointwise = Callable[
 
 
 def limit_onednn() -> None:
-    """Set how oneDNN multiplies in this process; call it before the first product.
+    """Forbid oneDNN its AMX kernels and bound its kernel cache; call it before the first product.
 
-    Without AMX: its kernels for AMX (oneDNN 3.12) add up a row in an order that depends on the
-    number of rows and threads, those for AVX-512 do not. With a bound on the kernels that it keeps:
-    oneDNN makes one for every layer and every number of rows, which takes 0.3 to 0.8 ms, and keeps
-    the last 1,024 twice: itself, and in PyTorch's interface to it. Each is a quarter to half a MiB,
-    so a worker that had met prompts of many lengths held half a GiB of them. What the environment
-    sets is kept.
+    The AMX kernels of oneDNN 3.12 sum a row in an order that depends on the number of rows and
+    threads; those for AVX-512 do not. oneDNN compiles a kernel for every layer and number of rows
+    in 0.3 to 0.8 ms, and the last 1,024 are cached twice, by oneDNN and by PyTorch. A kernel has a
+    quarter to half a MiB, so prompts of many lengths made a worker hold half a GiB of them.
+    Variables that the environment already sets win.
     """
-    os.environ.setdefault("DNNL_MAX_CPU_ISA", "AVX10_1_512")  # which yields to ONEDNN_...
+    os.environ.setdefault("DNNL_MAX_CPU_ISA", "AVX10_1_512")  # ONEDNN_MAX_CPU_ISA overrides it
     for name in _CACHES:
         os.environ.setdefault(name, str(KERNELS))
 
 
 def products_of(dtype: torch.dtype) -> Products | NoProducts:
-    """What multiplies on the CPU in a dtype; ``Rejected`` if the environment asks in vain."""
+    """The CPU's products in a dtype; ``Rejected`` as in ``load_products``."""
     if dtype is torch.bfloat16:
         return load_products()
     return NoProducts("AMX tiles are for bfloat16", notable=False)
@@ -79,7 +78,7 @@ class PackedLinear(torch.nn.Module):
 
 
 def _by_onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    """The product of rows [rows, in features] with a weight that oneDNN packs."""
+    """The product of [rows, in features] with a weight that oneDNN packs."""
     multiply = cast(_Pointwise, torch.ops.mkldnn._linear_pointwise.default)
     reorder = cast(_Reorder, torch.ops.mkldnn._reorder_linear_weight)
     packed = reorder(weight.detach(), _ROWS_HINT)

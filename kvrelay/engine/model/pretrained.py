@@ -70,8 +70,8 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
 def read_weights(directory: Path, dtype: str, device: torch.device) -> PreTrainedModel:
     """The model in evaluation mode, every weight from the files.
 
-    Weights in the dtype of the files are views of them until they are moved to the device one by
-    one, so host memory never holds a copy of the model; converted ones are copies until then.
+    Weights in the files' dtype stay views of the mapped files until each is moved to the device, so
+    host memory holds no copy of the model. Weights that are converted are copies in host memory.
 
     Raises ``Unservable`` if one is missing or has another shape: `transformers` would initialise it
     at random.

@@ -29,7 +29,7 @@ from kvrelay.engine.largest_step import (
     CudaAllocator,
     DeviceMemory,
     StepBounds,
-    memory_beside_steps,
+    free_in_largest_step,
 )
 from kvrelay.engine.model.loading import LoadedModel, load_model
 from kvrelay.engine.numerics import numeric_profile
@@ -94,25 +94,25 @@ def _open(
 
 
 def way_of(config: WorkerConfig, model: LoadedModel) -> Way:
-    """How this worker computes: as asked on the CPU, what the self-test finds on a GPU.
+    """How this worker computes: on the CPU as configured, on a GPU as its self-test decides.
 
-    Logs the way, and why it is not a better one.
+    Logs the way, and the reasons against better ones. ``Unservable`` as in ``choose_way``.
     """
     if model.device.type != "cuda":
         return Way(config.attention_backend)
     begun = time.monotonic()
     way = choose_way(config.attention_backend, DeviceExaminer(model, config.block_size))
     gc.collect()
-    torch.cuda.empty_cache()  # what the self-test used is to be the pool's
+    torch.cuda.empty_cache()  # frees the self-test's memory for the pool
     for reason in way.reasons:
         log.warning("the self-test: %s", reason)
     seconds = time.monotonic() - begun
-    log.info("this GPU computes by %s (the self-test took %.1f s)", way.name, seconds)
+    log.info("this GPU computes with %s (the self-test took %.1f s)", way.name, seconds)
     return way
 
 
 def open_runner(model: LoadedModel, limits: EngineLimits, way: Way, threads: int) -> Runner:
-    """The runner of a worker; logs why it is not as fast as it could be, if it is not."""
+    """The runner of a worker; logs each reason why it is slower than it could be."""
     graphs = None
     if way.graphs:
         graphs = GraphOptions(GraphLimits(limits.max_num_seqs, limits.max_model_len))
@@ -124,7 +124,7 @@ def open_runner(model: LoadedModel, limits: EngineLimits, way: Way, threads: int
     elif model.products.notable:
         log.warning("matrix products do not use AMX: %s", model.products.reason)
     if runner.graphs_reason:
-        log.warning("decode steps are no CUDA graphs: %s", runner.graphs_reason)
+        log.warning("decode steps run without CUDA graphs: %s", runner.graphs_reason)
     return runner
 
 
@@ -176,8 +176,8 @@ def limits_of(
 ) -> EngineLimits:
     """The bounds of this worker; by default as many blocks as memory holds and requests can use.
 
-    With the memory of a ``device``, the largest step is computed once with ``attention_backend``:
-    the pool leaves room for it.
+    For a ``device``, the largest step runs once with ``attention_backend``, and the pool leaves
+    room for it; ``Unservable`` if the step alone does not fit.
     """
     size, length = config.block_size, model.info.max_model_len
     blocks = config.num_blocks
@@ -209,7 +209,7 @@ def limits_of(
 def _free(
     config: WorkerConfig, model: LoadedModel, device: DeviceMemory | None, attention_backend: str
 ) -> int:
-    """Bytes that a pool can share, on the device or on this host."""
+    """Free bytes on the device, or on this host; the pool gets a share of them."""
     if device is None:
         memory = host_memory()
         return UNKNOWN_MEMORY if memory is None else memory.free
@@ -219,6 +219,6 @@ def _free(
         length=model.info.max_model_len,
         block_size=config.block_size,
     )
-    free = memory_beside_steps(model, bounds, device, attention_backend, config.threads)
-    log.info("the device has %.2f GiB left beside the largest step", free / (1 << 30))
+    free = free_in_largest_step(model, bounds, device, attention_backend, config.threads)
+    log.info("%.2f GiB of device memory stay free in the largest step", free / (1 << 30))
     return free

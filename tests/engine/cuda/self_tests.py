@@ -71,5 +71,5 @@ if __name__ == "__main__":
     for check in found.checks:
         print(f"{check.name}: {check.holds}, {check.found}")
     print(*way.reasons, sep="\n")
-    print(f"a worker computes by {way.name}: {' '.join(way.facts)}")
+    print(f"a worker computes with {way.name}: {' '.join(way.facts)}")
     print(f"way {found.way}; failed {sorted(c.name for c in found.checks if c.holds is False)}")

@@ -28,8 +28,8 @@ def test_mistakes_of_a_device(case: str) -> None:
     way, failed = CASES[case]
     *_, worker, doctor = interpreted("self_tests", case).splitlines()
     assert doctor == f"way {way}; failed {failed}"
-    name = way.replace("graphs", "graphs of triton")
-    assert worker == f"a worker computes by {name}: rows-same cuts-same"
+    name = way.replace("graphs", "triton with CUDA graphs")
+    assert worker == f"a worker computes with {name}: rows-same cuts-same"
 
 
 def test_without_a_device_the_way_is_sdpa(capsys: pytest.CaptureFixture[str]) -> None:

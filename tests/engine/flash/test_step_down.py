@@ -115,7 +115,7 @@ def test_a_kernel_that_writes_elsewhere(
         return out
 
     replaced(monkeypatch, writing)
-    told = "varlen: attention: K and V were stored elsewhere, or other ones"
+    told = "varlen: attention: wrong K and V were stored, or in the wrong place"
     assert told in way_of(model).reasons
 
 

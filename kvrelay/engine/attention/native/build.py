@@ -1,4 +1,4 @@
-"""Compiles the kernels of the CPU: a shared object for each instruction set, one of products.
+"""Compiles the CPU kernels: attention for each instruction set, and the AMX matrix products.
 
 ``pip install`` runs it through the build hook of pyproject.toml, and
 ``python -m kvrelay.engine.attention.native.build`` by hand. It imports the standard library only.
@@ -31,7 +31,7 @@ VARIANTS = {
     "avx2": _AVX2,
     PLAIN: (),
 }
-# The object of products on AMX tiles, beside the variants.
+# The object with the matrix products on AMX tiles; it is none of the attention variants.
 PRODUCTS = "amx"
 _OBJECTS = {PRODUCTS: (*VARIANTS["avx512bf16"], "-mamx-tile", "-mamx-bf16"), **VARIANTS}
 # Contraction would fuse a product and a sum in one place and not in another.
@@ -59,7 +59,7 @@ def variants() -> tuple[str, ...]:
 
 
 def objects() -> tuple[str, ...]:
-    """All objects of this machine's architecture; the plain one is the last."""
+    """The objects that are built for this machine's architecture; ``PLAIN`` comes last."""
     return tuple(_OBJECTS) if variants() != (PLAIN,) else (PLAIN,)
 
 
@@ -107,7 +107,7 @@ def build(folder: Path = FOLDER) -> list[Path]:
 
 
 def flags_and_sources(name: str, folder: Path = FOLDER) -> list[str]:
-    """What an object is compiled with besides ``FLAGS``, its sources in a folder."""
+    """The compiler's arguments for an object, ``FLAGS`` aside; ``folder`` has the sources."""
     sources = {PLAIN: PLAIN_SOURCES, PRODUCTS: PRODUCTS_SOURCES}.get(name, SOURCES)
     return [*_OBJECTS[name], *(str(folder / source) for source in sources)]
 

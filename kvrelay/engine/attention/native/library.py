@@ -35,7 +35,7 @@ from kvrelay.engine.attention.native.rows import RowFunctions, row_functions
 from kvrelay.engine.attention.native.self_test import differs, products_differ, rows_differ
 from kvrelay.errors import Rejected
 
-# For tests and comparisons: the object of attention, and what multiplies in bfloat16.
+# Environment variables for tests and comparisons: the attention variant, the bfloat16 products.
 FORCED = "KVRELAY_ATTENTION_VARIANT"
 FORCED_PRODUCTS = "KVRELAY_PRODUCTS"
 ONEDNN = "onednn"
@@ -127,7 +127,10 @@ def _load(forced: str) -> NativeKernel:
 
 
 def load_products() -> Products | NoProducts:
-    """What multiplies in bfloat16; ``Rejected`` if the environment wants what cannot be used."""
+    """The bfloat16 products of this process, by default AMX if it passes its self-test.
+
+    Raises ``Rejected`` if ``KVRELAY_PRODUCTS`` asks for products that cannot be used here.
+    """
     forced = os.environ.get(FORCED_PRODUCTS, "")
     if forced not in ("", PRODUCTS, ONEDNN):
         raise Rejected(FORCED_PRODUCTS, f"{forced!r} is not known: {PRODUCTS} or {ONEDNN}")
@@ -143,7 +146,7 @@ def load_products() -> Products | NoProducts:
 def _load_products() -> Products | NoProducts:
     try:
         reason = tiles_refused()
-    except NoKernel as error:  # which is said of attention already
+    except NoKernel as error:  # attention has logged it
         return NoProducts(str(error), notable=False)
     if reason:
         return NoProducts(reason, notable=reason != NO_TILES)

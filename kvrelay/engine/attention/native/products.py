@@ -1,6 +1,6 @@
-"""Products of rows with a weight in bfloat16 on AMX tiles, whose bits do not depend on the cut.
+"""Matrix products in bfloat16 on AMX tiles. Batch-invariant: the bits of a row depend on it alone.
 
-products.h says what an element is.
+products.h defines the arithmetic of an element and the packed layout of a weight.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from kvrelay.engine.attention.native.build import PRODUCTS
 
-REVISION = 1  # of the definition of an element: a change of any bit is a new one
+REVISION = 1  # of the arithmetic: increase it with every change of a result's bits
 _PANEL = 32
 _DEPTH = 32
 _SIDE = 16
@@ -28,22 +28,22 @@ ProductFunction = Callable[..., int]
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """The object that passed its test, on torch's own threads."""
+    """A compiled product, and ``GOMP_parallel`` of torch's threads (0: one thread)."""
 
     function: ProductFunction
     parallel: int
 
     @property
     def profile(self) -> str:
-        """What decides the bits of its results, for the numeric profile."""
+        """The part of the numeric profile that names these products."""
         return f"products-{REVISION}-{PRODUCTS}"
 
 
 @dataclass(frozen=True, slots=True)
 class NoProducts:
-    """oneDNN multiplies instead, for a reason in words for people.
+    """Why oneDNN multiplies instead.
 
-    ``notable``: this processor has AMX, and it was not oneDNN that was asked for.
+    ``notable``: log it, since this processor has AMX and oneDNN was not asked for.
     """
 
     reason: str
@@ -52,7 +52,7 @@ class NoProducts:
 
 @dataclass(frozen=True, slots=True)
 class TiledWeight:
-    """A weight in the order in which its product reads it, and a bias."""
+    """A packed bfloat16 weight with its bias [out features], ready to multiply."""
 
     products: Products
     packed: torch.Tensor
@@ -61,10 +61,9 @@ class TiledWeight:
     in_features: int
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """[rows, in features] to [rows, out features]."""
+        """[rows, in features] to [rows, out features]; ``ValueError`` for another dtype or size."""
         count, size = rows.shape
         if rows.dtype is not torch.bfloat16 or size != self.in_features:
-            # the kernel would read elsewhere
             raise ValueError(f"rows of {size} {rows.dtype}: not bfloat16 of {self.in_features}")
         given = rows.contiguous()
         out = torch.empty((count, self.out_features), dtype=torch.bfloat16)
@@ -80,12 +79,15 @@ class TiledWeight:
             self.products.parallel,
         )
         if failed:
-            raise MemoryError("product")
+            raise MemoryError(f"no memory for a product of {count} rows of {size}")
         return out
 
 
 def tiled(products: Products, weight: torch.Tensor, bias: torch.Tensor | None) -> TiledWeight:
-    """A bfloat16 weight [out features, in features] on the CPU, packed."""
+    """Pack a bfloat16 weight [out features, in features] on the CPU and its bias [out features].
+
+    ``ValueError`` if one has another dtype, their sizes differ or there are no in features.
+    """
     bfloat16 = all(one is None or one.dtype is torch.bfloat16 for one in (weight, bias))
     if not bfloat16 or weight.shape[1] == 0 or (bias is not None and len(bias) != len(weight)):
         raise ValueError(f"no bfloat16 weight and bias: {weight.dtype} {tuple(weight.shape)}")
@@ -95,7 +97,7 @@ def tiled(products: Products, weight: torch.Tensor, bias: torch.Tensor | None) -
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """The weight as products.h has it."""
+    """[out, in] to products.h's [panel, block, tile, input pair, output, 2], padded with zeros."""
     columns, numbers = weight.shape
     padding = (0, -numbers % _DEPTH, 0, -columns % _PANEL)
     whole = torch.nn.functional.pad(weight, padding) if any(padding) else weight

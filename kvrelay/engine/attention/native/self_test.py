@@ -46,7 +46,7 @@ def rows_differ(functions: RowFunctions, oracle: RowFunctions) -> str | None:
 
 
 def products_differ(function: ProductFunction, oracle: ProductFunction) -> str | None:
-    """What the products have not the same to the bit, or ``None``."""
+    """A difference in bits between two products, in words; ``None`` if there is none."""
     for rows, columns, size in ((1, 40, 70), (35, 40, 70), (3, 17, 31), (17, 64, 320)):
         for large in (1.0, _TINY):
             x = _numbers((rows, size), 3.0).bfloat16()
