@@ -97,8 +97,8 @@ class Want:
     ``source`` is, of several stores, the one in which a lookup found the block; ``None``: any.
     ``key``: its reader accepts only what a holder of this key signed. A refused block with another
     tag may be removed. ``heads``: compute the checksums of so many heads on the way (0: none); with
-    a key they are not needed, because the tags prove the payload. ``device``: where a transport may
-    put the payload instead of the buffer.
+    a key they are not needed, because the tags prove the payload. ``device``: a transport may copy
+    the payload there instead of into the buffer.
     """
 
     name: bytes
@@ -121,8 +121,8 @@ class GetResult:
 
     ``header`` is ``None`` if the block is absent or its length does not fit the buffer. ``summed``
     are the checksums of the payload's heads if they were computed here while the bytes arrived.
-    ``source`` is, of several stores, the one that sent the block. ``taken``: the want's device has
-    the payload, and not the buffer.
+    ``source``: which of several stores sent the block. ``taken``: the payload went to the want's
+    device, not into its buffer.
     """
 
     index: int
@@ -137,8 +137,8 @@ class Block:
     """The bytes of one block. ``sealed=False``: its header lacks checksums and tags.
 
     The checksums are then computed while the block is copied, which is cheaper than another pass
-    over the payload. ``key`` makes the tags. ``placed``: the payload lies already where the reader
-    was asked to put it.
+    over the payload. ``key`` makes the tags. ``placed``: a device has already copied the payload to
+    its target.
     """
 
     header: bytes
@@ -173,9 +173,9 @@ class Offer:
     """A block to put. ``read`` is called only if the store wants it; it gives ``size`` bytes.
 
     ``first_block_hash`` is ``kvrelay.block.Namer.first_block_hash`` of a sequence's first block.
-    ``parent`` is the block that this one continues. A store keeps it while this one is written, and
-    may refuse this one if it has no such block. ``detached``: another store may have it.
-    ``device`` has the block, if an accelerator does: it copies several at once before ``read``.
+    ``parent`` is the name of the block before it. A store keeps the parent while this block is
+    written, and may refuse this block if the parent is absent. ``detached``: another store may have
+    the parent. ``device``: the block is on an accelerator, which copies several before ``read``.
     """
 
     name: bytes
@@ -199,7 +199,7 @@ class PutStatus(Enum):
     EXISTED = "existed"
     PENDING = "pending"  # another writer was still sending it
     NO_ROOM = "no room"
-    NO_PARENT = "no parent"  # the block that it continues is absent
+    NO_PARENT = "no parent"  # refused: the parent is absent, so no lookup would find the block
     CORRUPT = "corrupt"
     EXPIRED = "expired"  # the reservation ended before the block was whole
 

@@ -34,7 +34,7 @@ class Claim(NamedTuple):
 
     @property
     def needed(self) -> bytes | None:
-        """The block without which no lookup finds this one; ``None`` if it can be found alone."""
+        """The parent, without which no lookup finds this block; ``None`` if none is needed."""
         alone = self.detached or self.first_block_hash is not None
         return None if alone else self.parent
 

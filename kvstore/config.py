@@ -39,8 +39,8 @@ class StoreConfig(SecurityOptions):
     shared: bool = option(True, "do not offer shared memory to this user's local processes")
     shared_socket: str | None = option(
         None,
-        "file for the socket of shared memory, so that containers that mount its folder reach it;"
-        " default: none, for processes of one network namespace",
+        "path of the Unix socket for shared memory, in a folder that other containers mount;"
+        " default: an abstract socket, which only this network namespace reaches",
         metavar="FILE",
     )
     prefault: bool = option(True, "do not touch all memory in the background at start")
@@ -65,7 +65,7 @@ class StoreConfig(SecurityOptions):
 
     def __post_init__(self) -> None:
         if self.shared_socket is not None and not self.shared_socket.startswith("/"):
-            raise Rejected("shared_socket", f"must begin with /, got {self.shared_socket!r}")
+            raise Rejected("shared_socket", f"must be an absolute path, got {self.shared_socket!r}")
         if self.disk == "":
             raise Rejected("disk", "is empty: give a directory, or leave it out")
         if self.restore and self.disk is None:

@@ -1,7 +1,7 @@
-"""What a transport and an accelerator need of each other to copy blocks without the CPU.
+"""The interface between a transport and an accelerator that copies blocks by DMA.
 
-The transport registers the memory that it maps. The accelerator copies block by block while the
-host goes on, and one ``settle`` waits for the copies of a batch.
+The transport registers the memory that it maps. Copies are started one by one and run in the
+background; ``settle`` waits for those of a batch.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Protocol
 
 
 class MemoryRegistrar(Protocol):
-    """Gives mapped memory to the driver of an accelerator. Calls return at once."""
+    """Registers mapped memory with an accelerator's driver. Calls return at once."""
 
     def register(self, memory: mmap.mmap, writable: bool) -> None:
-        """Make copies to and from this mapping possible, if the driver agrees; keep it mapped."""
+        """Allow copies to and from this mapping, if the driver agrees; it must stay mapped."""
 
     def unregister(self, memory: mmap.mmap) -> None:
-        """Begin no more copies with it, and give it back when the running ones have ended."""
+        """Start no more copies with it, and unregister it when the running ones have ended."""
 
 
 class DeviceTarget(Protocol):
@@ -26,8 +26,8 @@ class DeviceTarget(Protocol):
     def take(self, header: bytes, payload: memoryview) -> bool:
         """Start to copy the payload to the device, and verify the block meanwhile.
 
-        ``False``, and nothing has been done, if the device cannot read this memory. Else the
-        payload must stay as it is until ``settle`` has returned.
+        Returns ``False``, having done nothing, if the device cannot read this memory. Otherwise the
+        payload must not change until ``settle`` has returned.
         """
 
     def settle(self) -> None:
@@ -40,12 +40,12 @@ class DeviceSource(Protocol):
     def start(self, target: memoryview | None) -> bool:
         """Start to copy the payload out of the device, for the next ``Offer.read``.
 
-        It goes to the end of ``target`` if the device can write there, else to pinned memory.
-        ``False`` if there is no room for it.
+        The target is the end of ``target`` if the device can write there, else pinned memory.
+        Returns ``False`` if no pinned memory is free.
         """
 
     def settle(self) -> None:
         """Wait for every copy of the batch."""
 
     def recycle(self) -> None:
-        """Forget every copy of the batch: the blocks that were read are not needed any more."""
+        """Free the pinned memory of the batch: the blocks that were read are no longer needed."""

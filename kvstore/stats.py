@@ -19,7 +19,7 @@ class StoreCounters:
     existed: int = 0  # put again, not copied
     pending: int = 0  # put while another writer was sending it
     rejected: int = 0  # no room
-    orphaned: int = 0  # refused: what it continues is absent
+    orphaned: int = 0  # refused: the parent is absent
     corrupt: int = 0  # not what the header says: refused, or removed later
     abandoned: int = 0  # reservations given up or expired
     evicted: int = 0

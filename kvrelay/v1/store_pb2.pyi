@@ -52,7 +52,7 @@ class _VerdictEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Verdict.Value
     VERDICT_EXPIRED: _Verdict.ValueType  # 7
     """Put: the reservation had ended"""
     VERDICT_NO_PARENT: _Verdict.ValueType  # 8
-    """the block that it continues is absent: no lookup would find it"""
+    """refused: the parent is absent, so no lookup would find the block"""
 
 class Verdict(_Verdict, metaclass=_VerdictEnumTypeWrapper): ...
 
@@ -72,7 +72,7 @@ VERDICT_CORRUPT: Verdict.ValueType  # 6
 VERDICT_EXPIRED: Verdict.ValueType  # 7
 """Put: the reservation had ended"""
 VERDICT_NO_PARENT: Verdict.ValueType  # 8
-"""the block that it continues is absent: no lookup would find it"""
+"""refused: the parent is absent, so no lookup would find the block"""
 Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
 
 class _Reuse:
@@ -348,7 +348,7 @@ class Claim(_message.Message):
     """if it is a sequence's first block"""
     parent: _builtins.bytes
     """The block that this one continues, or empty. It is not evicted while this one is reserved.
-    Without first_block_hash it must be stored or reserved, unless another store may have it.
+    It must be stored or reserved, unless first_block_hash is set or another store may have it.
     """
     detached: _builtins.bool
     """another store may have the parent"""
@@ -799,8 +799,8 @@ class GetTransportsResponse(_message.Message):
     ARENA_BYTES_FIELD_NUMBER: _builtins.int
     boot: _builtins.bytes
     unix_socket: _builtins.str
-    """Name of a Unix socket in the abstract namespace, without the leading zero byte; a path, if it
-    begins with a slash. It accepts peers of the store's own user and root. Empty: none.
+    """A Unix socket: a path if it begins with a slash, else an abstract name without the leading zero
+    byte. It accepts peers of the store's own user and root. Empty: none.
     """
     socket_port: _builtins.int
     """TCP, on the host of this service; 0: none"""
@@ -996,7 +996,7 @@ class GetStatsResponse(_message.Message):
     eviction_failures: _builtins.int
     """errors of the policy, which LRU then replaced"""
     overhead_bytes: _builtins.int
-    """now, memory of bookkeeping beside the budget"""
+    """now, memory of the bookkeeping, not part of the budget"""
     hints_received: _builtins.int
     """BlockHints, as the rest"""
     hints_refused: _builtins.int
@@ -1007,7 +1007,7 @@ class GetStatsResponse(_message.Message):
     hints_yielded: _builtins.int
     """nothing else was left to evict, or nearer use took the room"""
     orphaned: _builtins.int
-    """refused: what it continues was absent"""
+    """refused: the parent was absent"""
     @_builtins.property
     def disk(self) -> Global___DiskStats:
         """absent without a disk tier"""

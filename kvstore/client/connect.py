@@ -77,7 +77,7 @@ def connect(url: str, registrar: MemoryRegistrar | None = None) -> Store:
     are only read, unless they say ``write=yes`` (puts also go to them) or ``promote=yes`` (blocks
     read from them are put into the first).
 
-    ``registrar`` gets the memory that is mapped to share blocks with a store on this host.
+    ``registrar``: registers memory that is shared with a store on this host, for a GPU's copies.
 
     Connects at the first call, which raises ``Unavailable`` if the store cannot be reached.
     """

@@ -107,7 +107,7 @@ def _absent(store: Store, listed: ListedBlock, timeout: float) -> VerifiedBlock:
     """A block that was not read: it was removed, or its length is wrong."""
     seen = store.survey(NameQuery([listed.name]), timeout)
     if listed.size and seen.sizes[0] is None:
-        wrong = Miss.FAILED_VERIFICATION in seen.misses  # on its way from the disk
+        wrong = Miss.FAILED_VERIFICATION in seen.misses  # the store checks blocks of its disk
         error = Corrupt("block", "the store found it wrong") if wrong else None
         return VerifiedBlock(listed, error, removed=True)
     return VerifiedBlock(

@@ -30,7 +30,7 @@ from kvstore.index.eviction.victims import QuotaPolicy, ReportFailure, ignore_fa
 from kvstore.stats import DiskCounters, DiskStats, StoreStats
 
 HELD_SECONDS = 60.0
-"""Longer than one call takes: blocks in memory are not evicted for blocks loaded beside them."""
+"""Longer than one call takes: loading blocks of a call evicts none of its blocks in memory."""
 
 
 NO_WRITER = 0

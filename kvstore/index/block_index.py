@@ -351,7 +351,7 @@ class BlockIndex(Generic[V]):
     def _make_room(self, claim: Claim, ticket: int) -> Reservation[V] | None:
         """Evict until there is room, in bytes and in one piece; ``None`` if it is impossible."""
         entries, room, each = self._entries, self._allocator, self._options.entry_bytes
-        # Room for stored blocks beside this one and all reservations.
+        # Room for stored blocks: the budget less this claim and all reservations.
         most = self._options.budget - claim.size - self.reservations.bytes
         most -= (len(self.reservations) + 1) * each
         if entries.leased + entries.leased_count * each > most:

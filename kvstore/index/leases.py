@@ -15,7 +15,7 @@ from kvstore.index.entries import IndexEntry
 V = TypeVar("V")
 
 LEASE_OVERHEAD = 64
-"""The cost of a lease beside its names, in names: about as much memory."""
+"""The cost of a lease besides its names, counted in names: about as much memory."""
 
 
 class LeaseTable(Generic[V]):

@@ -71,7 +71,7 @@ class Reservations(dict[bytes, Reservation[V]]):
     def is_full(self, ticket: int, size: int) -> bool:
         """Whether ``size`` more bytes exceed a ticket's share. One block of any size is allowed.
 
-        A full ticket stays full: a smaller block may continue one that was put off.
+        A full ticket stays full: a smaller block may be the child of one that was refused.
         """
         owner = self._tickets[ticket]
         owner.full |= owner.bytes > 0 and owner.bytes + size > self._of_ticket

@@ -53,7 +53,7 @@ class RunAllocator:
         return None
 
     def give(self, start: int, count: int) -> None:
-        """Free a run and merge it with the free runs beside it."""
+        """Free a run and merge it with adjacent free runs."""
         after = self._length.get(start + count)
         if after is not None:
             self._remove(start + count)

@@ -113,7 +113,7 @@ class StoredBlocks(dict[bytes, IndexEntry[V]]):
         return [name for name in due if not self[name].leases]
 
     def sums(self) -> Mapping[str, tuple[int, int]]:
-        """Each running sum beside the same sum counted anew; they differ only by a bug."""
+        """Pairs of a running sum and the same sum counted anew; they differ only by a bug."""
         entries = [*self.values(), *self._removed]
         return {
             "bytes": (self.bytes, sum(entry.size for entry in entries)),

@@ -39,7 +39,7 @@ from kvstore.multi.write_behind import copy_of
 from kvstore.stats import StoreStats, total_stats
 
 MOST_ONLY = 1 << 12
-"""Names of blocks put here that are remembered, the newest."""
+"""How many blocks of a single backend are remembered; the oldest are forgotten."""
 
 
 class MultiStore:
@@ -81,9 +81,8 @@ class MultiStore:
         If the caller stops at a block, its backend is doubted.
         """
         deadline = time.monotonic() + timeout
-        if (
-            wants and wants[0].device is not None
-        ):  # a block that is promoted is read from its buffer
+        if wants and wants[0].device is not None:
+            # A block that is promoted is read from the want's buffer.
             wants = [replace(want, device=None) for want in wants]
         backends = self._sources(wants, timeout)
         with closing(fetch(backends, wants, deadline - time.monotonic())) as arriving:
@@ -184,13 +183,13 @@ class MultiStore:
         return backends
 
     def _detached(self, offers: Sequence[Offer]) -> list[Offer]:
-        """The offers, each with whether another backend may have the block that it continues."""
+        """The offers, ``detached`` where another backend may have the parent."""
         with self._lock:
             here = {offer.name for offer in offers} | self._only.keys()
         return [replace(offer, detached=offer.parent not in here) for offer in offers]
 
     def _remember(self, offers: Sequence[Offer], outcomes: Sequence[Outcome]) -> None:
-        """Remember the blocks that no other backend has: a later call may continue them."""
+        """Remember the blocks that no other backend has, for the children in later calls."""
         copied = any(backend.write for backend in self.backends)
         with self._lock:
             for offer, outcome in zip(offers, outcomes, strict=True):

@@ -6,7 +6,7 @@ whose server is up. Without it a chain of blocks would end at the first that bel
 server.
 
 The cluster client of redis-py (8.1) cannot take this over: its timeouts are fixed per client and
-not per call (a pipeline of 40 commands took 78 s beside a silent server with ``socket_timeout``
+not per call (with a silent server a pipeline of 40 commands took 78 s at ``socket_timeout``
 0.5), a pipeline fails as a whole, the slot ranges of a reply are not bounded, and a key has one
 place.
 """

@@ -52,7 +52,7 @@ ENTRY_BYTES = 480
 
 
 def most_overhead(limits: StoreLimits) -> int:
-    """Bytes of bookkeeping beside the budget, but for leases and the disk, once the store is full.
+    """Bytes of bookkeeping on top of the budget in a full store, without leases and the disk.
 
     Stores of more than a quarter of a million blocks need more for the eviction policy.
     """

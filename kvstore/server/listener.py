@@ -1,7 +1,7 @@
 """The server of the socket and shared-memory transports: a TCP port and a Unix socket.
 
-Each connection has a thread. The Unix socket is in the abstract namespace, or a file that other
-containers mount; it accepts peers of our own user and root only. A peer over TCP must show proofs
+Each connection has a thread. The Unix socket is abstract, or a file in a folder that other
+containers mount; it accepts only peers of our own user and root. A peer over TCP must show proofs
 of its leases and tickets.
 """
 
@@ -38,7 +38,7 @@ cache when they are read, and bytes that wait for the reader's window are sent i
 
 @dataclass(frozen=True, slots=True)
 class ListenerOptions:
-    """Where to listen; ``port`` 0 picks a free one, ``shared_socket`` is a file or none."""
+    """Where to listen; ``port`` 0 picks a free one, ``shared_socket`` ``None`` is abstract."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -156,7 +156,7 @@ def _listen_unix(name: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if name.startswith("/"):
-            _remove_left(name)
+            _remove_stale(name)
         listener.bind(unix_address(name))
     except OSError as error:
         listener.close()
@@ -165,8 +165,8 @@ def _listen_unix(name: str) -> socket.socket:
     return listener
 
 
-def _remove_left(name: str) -> None:
-    """Remove the socket of a store that has ended, and nothing else."""
+def _remove_stale(name: str) -> None:
+    """Remove a socket on which nothing listens any more; leave other files alone."""
     path = Path(name)
     if not path.exists() or not stat.S_ISSOCK(path.stat().st_mode):
         return

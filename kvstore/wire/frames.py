@@ -1,7 +1,7 @@
 """The frames of a socket connection: a binary header each way, then its body, then blocks' bytes.
 
-The socket, TCP or Unix, is beside gRPC. A request may read or write what its lease or ticket
-covers, both given by gRPC together with the proof. Answers come in order. Little-endian::
+The socket is TCP or Unix. A request may read or write what its lease or ticket covers; gRPC gives
+leases and tickets out, with their proofs. Answers come in order. Little-endian::
 
     request   0 magic 4s | 4 version u8 | 5 op u8 | 6 flags u16 | 8 lease or ticket u64
              16 proof 16s | 32 first u32 | 36 count u32 | 40 length of the body u64

@@ -90,10 +90,10 @@ def read_offer(offer: Offer) -> Block:
 def read_blocks(
     offers: Sequence[Offer], targets: Sequence[memoryview] = ()
 ) -> Generator[Block, None, None]:
-    """Read blocks that the store wants, in order; each is valid until the next one is taken.
+    """Read the offered blocks in order; each is valid until the next one is taken.
 
-    A device copies as many as it has room for at once, to their ``targets`` if it can. Close the
-    generator before the offers are used again.
+    Blocks on a device are copied in batches as large as its pinned memory, into their ``targets``
+    if the device can write there. Close the generator before the offers are used again.
     """
     ready = 0
     try:
@@ -107,7 +107,7 @@ def read_blocks(
 
 
 def _copied(offers: Sequence[Offer], targets: Sequence[memoryview]) -> int:
-    """Copy the first offers out of their device in one batch; returns how many, at least one."""
+    """Copy a batch of the first offers out of their device; returns its size, at least one."""
     device = offers[0].device
     if device is None:
         return len(offers)

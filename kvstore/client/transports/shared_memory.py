@@ -2,8 +2,8 @@
 
 A reader asks for the places of its blocks under a lease, copies from the store's arena, which it
 has mapped read-only, and checks after each copy that the lease had not ended. A writer fills a
-window of its own, from which the store copies: only the store writes to the arena. An accelerator
-copies by itself, where its driver has registered arena and window.
+window of its own, from which the store copies: only the store writes to the arena. If a driver has
+registered arena and window, its accelerator copies directly.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class SharedMemoryTransport:
         until: float,
         device: DeviceTarget,
     ) -> list[GetResult]:
-        """Blocks that a device copies by itself; none counts if the lease ended before they did."""
+        """Let a device copy a batch; all are absent if the lease ended before the copies did."""
         got: list[GetResult] = []
         try:
             for want, length, offset in zip(wants, located.lengths, located.offsets, strict=True):

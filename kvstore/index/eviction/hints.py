@@ -1,10 +1,9 @@
 """Hints: which stored runs of blocks are expected to be used soon, and which late. Pure.
 
 A hint is advice that eviction may ignore. A run that is expected soon is evicted after all others
-of its scope. Blocks that are expected late age ``LATE_AGES`` times as fast as others: they go
-first, but what is not hinted does not stay for ever beside them. A use ends either. Nothing is kept
-for a hint beyond its time, beyond what its tenant may keep by hints, or when nothing else can be
-evicted.
+of its scope. Blocks that are expected late age ``LATE_AGES`` times as fast as others: they tend to
+go first, but old blocks without a hint still go too. A use ends either hint. Nothing is kept for a
+hint beyond its time, beyond what its tenant may keep by hints, or when nothing else can be evicted.
 """
 
 from __future__ import annotations

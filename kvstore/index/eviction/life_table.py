@@ -37,7 +37,7 @@ LONGEST = 2.0**OCTAVES
 """Ages are cut to this, so that no time can make a count, a rank or an age infinite."""
 
 FASTEST = 1e9
-"""Hazards are cut to this, one reuse in a nanosecond, so that no waiting time becomes zero."""
+"""Hazards are cut to one reuse in a nanosecond, so that no expected waiting time becomes zero."""
 
 COHORT, COHORTS = 1.0, 256
 """The shortest cohort in seconds, half of the first octave; and so many before they are merged."""
