@@ -108,7 +108,7 @@ prove: $(READY) ## explore all accounting states and mutations at full size (a q
 	@run=$$(mktemp) && $(BIN)/python -m tests.accounting.prove --save $$run $(ARGS) \
 		&& $(BIN)/python -m tests.accounting.page $$run && rm $$run
 
-bench: $(READY) ## measure a cluster beside plain transformers
+bench: $(READY) ## measure a cluster against plain transformers
 	@$(BIN)/kvrelay bench $(ARGS)
 
 venv: $(READY) ## make the virtual environment only

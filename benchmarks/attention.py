@@ -1,4 +1,4 @@
-"""Attention of one layer in the Qwen3-0.6B shape: the native kernel beside SDPA, asked in turn.
+"""Attention of one layer in the Qwen3-0.6B shape: the native kernel against SDPA, in turns.
 
     python -m benchmarks.attention [--rounds 5] [--threads 1] [--dtype bfloat16]
 

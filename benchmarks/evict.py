@@ -10,8 +10,8 @@ of what the optimum has over LRU ``returns`` has. ``--variants`` adds the halves
 conversation, each with half of the budgets, and ``--seeds`` times the trace with the starts of its
 conversations drawn anew, the times within each kept. The last table has for each of them the mean
 way and the worst difference to LRU. A policy that was tuned on one of them must hold on the others:
-``--folds`` chooses its parameters anew on parts of each trace and judges them on the other part and
-the other traces (``benchmarks.folds``), beside the shipped ones.
+``--folds`` chooses its parameters anew on parts of each trace and compares them with the shipped
+ones on the other part and the other traces (``benchmarks.folds``).
 ``--hints`` prints the way of ``returns`` with hints from a router's queue and from clients
 (``benchmarks.hinted`` says what is assumed).
 """

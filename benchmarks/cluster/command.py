@@ -15,8 +15,8 @@ from kvrelay.config.reader import load
 from kvrelay.process import sigint
 
 DESCRIPTION = """\
-Measures on this machine, side by side in one run: (a) throughput beside transformers' generate
-and generate_batch, (b) the first token cold, with a local hit and with a store hit, (c) the
+Measures on this machine, all in one run: (a) throughput against transformers' generate and
+generate_batch, (b) the first token cold, with a local hit and with a store hit, (c) the
 handoff from prefill to decode, (d) what the router adds. A ratio over 1 means that kvrelay is
 ahead of the baseline."""
 WIDTH = 80

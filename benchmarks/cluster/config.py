@@ -13,7 +13,7 @@ from kvrelay.process.cores import available_cores
 from kvrelay.worker.config import DTYPES
 
 PARTS = {
-    "a": "throughput beside plain transformers",
+    "a": "throughput against plain transformers",
     "b": "first token: cold, local hit, store hit",
     "c": "the handoff from prefill to decode",
     "d": "what the router adds",

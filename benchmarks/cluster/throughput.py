@@ -51,7 +51,7 @@ class Throughput:
             for rival, made in timed.items():
                 theirs[rival].append(_figure(made.seconds, streams, tokens, new))
             equal += _equal(burst, timed.get("generate"))
-        unit, better = _unit(streams, new)
+        unit, better = _unit(streams)
         for rival, figures in theirs.items():
             of = streams * self._config.times
             yield BenchRow(
@@ -87,7 +87,7 @@ def _figure(seconds: float, streams: int, tokens: int, new: int) -> float:
     return streams * (tokens if new == 1 else new) / seconds
 
 
-def _unit(streams: int, new: int) -> tuple[str, Better]:
+def _unit(streams: int) -> tuple[str, Better]:
     if streams == 1:
         return "ms", "less"
     return "tokens/s", "more"

@@ -1,6 +1,6 @@
 """``python -m benchmarks.store.disk``: how fast blocks go to disk, come back, and are found again.
 
-In one process, without gRPC: what the disk tier adds, beside plain files of the same bytes.
+In one process, without gRPC: what the disk tier adds, against plain files of the same bytes.
 """
 
 from __future__ import annotations

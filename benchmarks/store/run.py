@@ -22,8 +22,8 @@ from kvstore.client.transports.selector import TRANSPORTS
 
 DESCRIPTION = """\
 Measures on this machine, with a store of its own, how fast each transport gets and puts blocks,
-beside a memcpy of the same bytes and a bare socket, and how long a lookup takes. Where there is a
-redis-server, our Redis client is measured too, beside a bare socket that speaks its protocol."""
+against a memcpy of the same bytes and a bare socket, and how long a lookup takes. With a
+redis-server our Redis client is measured too, against a bare socket that speaks its protocol."""
 SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 CHECKED = "memcpy, checked"
 LOOKUP_NAMES = 1000

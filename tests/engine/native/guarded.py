@@ -17,16 +17,15 @@ from kvrelay.engine.attention.native.rows import RowFunctions, row_functions
 from tests.engine.native.rig import Problem, attend
 
 LIBC = ctypes.CDLL(None, use_errno=True)
-NOTHING = 0  # PROT_NONE
-READ = 1
+NO_ACCESS = 0  # PROT_NONE
 
 
-def protect(memory: mmap.mmap, first: int, count: int, right: int) -> None:
-    """Give pages [first, first + count) this right."""
+def protect(memory: mmap.mmap, first: int, count: int) -> None:
+    """Forbid any access to pages [first, first + count)."""
     base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     page = mmap.PAGESIZE
     done = LIBC.mprotect(
-        ctypes.c_void_p(base + first * page), ctypes.c_size_t(count * page), ctypes.c_int(right)
+        ctypes.c_void_p(base + first * page), ctypes.c_size_t(count * page), ctypes.c_int(NO_ACCESS)
     )
     assert done == 0, ctypes.get_errno()
 
@@ -36,7 +35,7 @@ def at_the_end(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     count = torch.Size(shape).numel()
     pages = -(-count * dtype.itemsize // mmap.PAGESIZE)
     memory = mmap.mmap(-1, (pages + 1) * mmap.PAGESIZE)
-    protect(memory, pages, 1, NOTHING)
+    protect(memory, pages, 1)
     first = pages * mmap.PAGESIZE // dtype.itemsize - count
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=first * dtype.itemsize).view(
         shape
@@ -55,12 +54,12 @@ def run(function: Function, dtype: torch.dtype, width: int, window: int) -> None
     pool = flat[end:].as_strided((4, 1, 2, size, 1, width), strides)
     pool.copy_(torch.randn(pool.shape))
     for odd in range(1, 16, 2):
-        protect(memory, odd, 1, NOTHING)
+        protect(memory, odd, 1)
     table, first = [2, 0, 3], 0
     if window and window < 13:  # the first block is outside every window
         first, table = 24, [0, 1, 3]
-        protect(memory, 0, 1, NOTHING)
-        protect(memory, 2, 1, NOTHING)
+        protect(memory, 0, 1)
+        protect(memory, 2, 1)
     rows = 3 * size - first
     query = at_the_end((rows, 2, width), dtype)
     query.copy_(torch.randn(query.shape))
