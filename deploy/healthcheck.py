@@ -27,6 +27,6 @@ async def serving(address: str) -> bool:
 
 
 if __name__ == "__main__":
-    # With TLS this reads the same KVRELAY_TLS_... as the service beside which it runs.
+    # With TLS this reads the same KVRELAY_TLS_... as the service that it asks.
     policy.install(read(SecurityOptions, [], "healthcheck", ""))
     sys.exit(0 if asyncio.run(serving(sys.argv[1])) else 1)

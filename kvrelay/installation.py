@@ -90,13 +90,13 @@ PURPOSES: Mapping[str, str] = {
     "router": "for a router",
     "store": "for a store",
     "worker": "for prefill and decode workers",
-    "worker-vllm": "beside vLLM, in its environment",
+    "worker-vllm": "next to vLLM, in its environment",
     "certs": "for `kvrelay make-certs`",
     "load": "for `kvrelay load` and `kvrelay conform`",
     "otel": "for OpenTelemetry spans, --otlp-endpoint",
 }
 CLUSTER = ("router", "store", "worker")
-OWN_PACKAGES = ("kvstore", "router", "prefill_service", "decode_service")  # beside kvrelay
+OWN_PACKAGES = ("kvstore", "router", "prefill_service", "decode_service")  # besides kvrelay
 HOME = Path(__file__).parents[1]
 """The folder that kvrelay was imported from."""
 

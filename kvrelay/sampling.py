@@ -35,7 +35,7 @@ class Sampling:
 
     A sampled token of ``stop_token_ids`` ends the request, one of ``eos_token_ids`` does unless
     ``ignore_eos``; neither can be sampled before ``min_tokens`` tokens were. ``logprobs`` is
-    ``None`` for no log probabilities, else the number of likeliest tokens to report beside the
+    ``None`` for no log probabilities, else the number of likeliest tokens to report besides the
     chosen one. ``seed`` is an unsigned 64-bit number; the router draws one
     for ``None``, an engine that is given ``None`` uses 0.
 

@@ -118,7 +118,7 @@ class RouterConfig(TracingOptions):
     )
     migration_burst: int = option(256, "legs that may migrate at once", low=1)
     stuck_after: float = option(
-        30.0, "seconds for which a message may wait for its client to read", low=0.1
+        30.0, "seconds that a message may wait for its client to read it", low=0.1
     )
     max_prompt: int = option(MAX_PROMPT_BYTES, "largest prompt", unit="bytes", low=1)
     max_message: int | None = option(

@@ -43,7 +43,7 @@ COMMANDS = (
     Command(
         "bench",
         "benchmarks.cluster.command",
-        "measure the cluster beside plain transformers",
+        "measure the cluster against plain transformers",
         CLUSTER,
     ),
     Command(

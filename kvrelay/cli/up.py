@@ -217,7 +217,7 @@ def client_flags(config: ClusterConfig) -> list[str]:
     """The flags with which a client reaches a cluster that has TLS or credentials.
 
     ``--credentials`` of the cluster holds its services' secrets. A client has a file of its own
-    with its token, such as ``make-certs`` writes beside it.
+    with its token, such as ``make-certs`` writes into the same folder.
     """
     lines = []
     if config.tls_ca is not None:

@@ -187,7 +187,7 @@ def _router(
 
 
 def _tracing(config: ClusterConfig) -> dict[str, object]:
-    """Of the processes that make spans: the router and the workers."""
+    """Tracing flags, for the router and the workers."""
     endpoint = config.otlp_endpoint
     ratio = None if endpoint is None else config.trace_ratio
     return {"otlp-endpoint": endpoint, "trace-ratio": ratio}

@@ -95,7 +95,7 @@ class ReservedPorts:
             )
 
     def _keep(self, held: socket.socket, host: str, port: int) -> None:
-        """Hold the reservation if a server can bind beside it."""
+        """Hold the reservation if a server can still bind the port."""
         if SUPPORTED and (server := bind(host, port, reuse_address=True, reuse_port=True)):
             server.close()
             self._sockets.append(held)

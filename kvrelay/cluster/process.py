@@ -38,8 +38,8 @@ class ProcessSpec:
     args: tuple[str, ...]
     host: str
     port: int
-    http_port: int | None = None  # at which it serves HTTP beside gRPC
-    other_ports: tuple[WantedPort, ...] = ()  # at which it listens besides
+    http_port: int | None = None  # where it also serves HTTP
+    other_ports: tuple[WantedPort, ...] = ()  # where it listens for anything else
     environ: Mapping[str, str] = field(default_factory=dict, repr=False)  # holds secrets
     forked: bool = False  # see ``spawn``
     python: str | None = None

@@ -36,7 +36,7 @@ _KEY = "kvrelay.option"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionRules:
-    """What a field declares about itself, beside its type and default."""
+    """What a field declares about itself, besides its type and default."""
 
     help: str
     low: float | None = None

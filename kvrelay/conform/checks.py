@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import TypeAlias
 
-from kvrelay.conform.exam import Crowd, Exam, Probe, beside, cached_of, restart
+from kvrelay.conform.exam import Crowd, Exam, Probe, cached_of, in_crowd, restart
 from kvrelay.conform.tally import NotSupported, Tally
 from kvrelay.load.draws import LengthDraw
 from kvrelay.load.request import LoadAnswer
 
 KINDS = ("greedy", "sampled")
-ATTEMPTS = 3  # to have requests answered together, and to find a prompt cached
+ATTEMPTS = 3  # at requests that are answered together, and at a prompt that is cached
 CUTS = 3  # of each answer that is resumed
 SAMPLES = 3
 SHARES = (0, 1, 15, 16, 17, 40, 127, 128, 130, 200)  # tokens that two prompts have in common
@@ -102,7 +102,7 @@ def neighbours(lengths: LengthDraw | None, output: int | None) -> Disturb:
         plan, shared = subject.exam.plan, 0
         for _ in range(ATTEMPTS):
             crowd = Crowd(subject.exam, lengths or plan.prompt, output or 2 * plan.output)
-            answers, shared = await beside(subject.exam, subject.probes, crowd)
+            answers, shared = await in_crowd(subject.exam, subject.probes, crowd)
             for (probe, alone), answer in zip(subject.pairs(), answers, strict=True):
                 tally.compare(probe.name, alone, answer)
             if shared:
@@ -207,7 +207,7 @@ async def eviction(subject: Subject, tally: Tally) -> None:
 
 
 async def _cached(exam: Exam, probe: Probe) -> int:
-    """Cached tokens of a prompt just asked; a server of several processes may need it from each."""
+    """Cached tokens of a prompt that was sent before; asks again, since processes may not share."""
     for _ in range(ATTEMPTS):
         if cached := cached_of(await exam.whole(probe)):
             return cached
@@ -234,7 +234,7 @@ async def salts(subject: Subject, tally: Tally) -> None:
         tally.compare(f"{probe.name}, its own salt", alone, await exam.whole(probe))
         hits += bool(await _cached(exam, probe))
     if not hits and not tally.differing:
-        raise NotSupported("no prompt was cached, with its own salt neither")
+        raise NotSupported("no prompt was cached, not even with its own salt")
     tally.notes.append(f"{hits} of {len(subject.probes)} prompts were cached for their own salt")
 
 

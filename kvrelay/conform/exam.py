@@ -180,7 +180,7 @@ class Exam:
         self._history[probe.salt, sent[0]].append(sent)
 
     def _bound(self, probe: Probe) -> int:
-        """The most prompt tokens that can be cached, beside those that the server adds."""
+        """The most prompt tokens that can be cached, without those that the server adds."""
         sent = _units(probe.prompt)
         return max((_common(sent, one) for one in self._history[probe.salt, sent[0]]), default=0)
 
@@ -267,11 +267,13 @@ class Crowd:
                 self.streaming -= begun
 
 
-async def beside(exam: Exam, probes: Sequence[Probe], crowd: Crowd) -> tuple[list[LoadAnswer], int]:
-    """The probes at once, in a crowd; and how many shared their time with another request.
+async def in_crowd(
+    exam: Exam, probes: Sequence[Probe], crowd: Crowd
+) -> tuple[list[LoadAnswer], int]:
+    """Send the probes at once, in a crowd: the answers, and how many overlapped another request.
 
-    A neighbour has tokens between its first and its last one; or it has most of them while a
-    neighbour is in the middle of its own, which is how it looks if this process reads late.
+    Overlap: another request has tokens between the answer's first and last one, or streams during
+    most of its events, which is how it looks if this process reads late.
     """
 
     async def ask(probe: Probe) -> tuple[LoadAnswer, bool]:

@@ -50,17 +50,17 @@ class BlockMemory(Protocol):
 
 
 class CopiedBlock(Protocol):
-    """A block that was copied to the host; ``payload`` is right once the batch is settled."""
+    """A block that is copied to the host; ``payload`` is valid once the batch is settled."""
 
     @property
     def payload(self) -> memoryview: ...
     @property
     def placed(self) -> bool:
-        """Whether it lies where the caller asked for it."""
+        """Whether it is in the target that the caller gave."""
 
     @property
     def turn(self) -> int:
-        """The batch's ``turn`` when the copy was started: after another one it is not there."""
+        """The batch's ``turn`` when the copy started; the payload is invalid in a later one."""
 
 
 class CopyBatch(Protocol):
@@ -78,19 +78,19 @@ class CopyBatch(Protocol):
         trace: TracebackType | None,
     ) -> None: ...
     def slot(self) -> memoryview | None:
-        """Pinned memory of a block's size, for this batch alone; ``None``: all of it is taken."""
+        """Pinned memory of a block's size, for this batch; ``None`` if none is left."""
 
     def load(self, block: int, count: int, payload: memoryview) -> bool:
         """Start to fill a block; ``False`` if the device cannot read this memory."""
 
     def save(self, block: int, count: int, target: memoryview | None) -> CopiedBlock | None:
-        """Start to copy a block to ``target`` or to pinned memory; ``None``: no room."""
+        """Start to copy a block to ``target`` or pinned memory; ``None`` if none is left."""
 
     def settle(self) -> None:
         """Wait until every copy that was started has ended."""
 
     def recycle(self) -> None:
-        """Give up the pinned memory of copies that have ended."""
+        """Free the pinned memory of copies that have ended."""
 
 
 class DeviceCopies(Protocol):
@@ -98,7 +98,7 @@ class DeviceCopies(Protocol):
 
     @property
     def most_blocks(self) -> int:
-        """Blocks that a batch of loads may have."""
+        """The most blocks of a batch of loads."""
 
     def loading(self) -> CopyBatch: ...
     def saving(self) -> CopyBatch: ...

@@ -142,7 +142,7 @@ class LoadJob:
         self._end(Loaded(load.request_id, load.epoch, valid, missed, sources), self._suspect)
 
     def _batches(self) -> Iterator[list[LoadTarget]]:
-        """Batches of at most ``batch_bytes``, ``MAX_NAMES`` blocks and a device's pinned memory."""
+        """Batches within ``batch_bytes``, ``MAX_NAMES`` and what a device can copy at once."""
         batch: list[LoadTarget] = []
         nbytes = 0
         copies = self._context.copies
@@ -173,7 +173,7 @@ class LoadJob:
     def _fill_device(
         self, targets: Sequence[LoadTarget], batch: CopyBatch, remaining: float
     ) -> bool:
-        """``_fill`` for a pool that is not in host memory: a block counts once it is copied."""
+        """``_fill`` for a pool on a device: a block counts only after its copy has ended."""
         blocks = [TargetBlock(self._context, target, batch) for target in targets]
         right: list[tuple[TargetBlock, GetResult]] = []
         try:
@@ -258,7 +258,7 @@ class TargetBlock:
         self._batch.settle()
 
     def receive(self, got: GetResult) -> None:
-        """Verify the block and start to copy it, unless it was taken. Raises ``Corrupt``."""
+        """Verify the block and start its copy, unless ``take`` did. Raises ``Corrupt``."""
         if got.taken:
             if self._wrong is not None:
                 raise self._wrong
@@ -273,8 +273,8 @@ class TargetBlock:
 class RecheckJob:
     """Reads the blocks after a wrong one of a load that has ended; the store removes wrong ones.
 
-    Without it a chain with many wrong blocks would heal one block a request. ``checked`` is given
-    each block that is done, and all of them at the end.
+    Without it a chain with many wrong blocks would heal one block a request. ``checked`` is called
+    with each block after its check, and with all of them at the end.
     """
 
     def __init__(

@@ -15,10 +15,7 @@ from kvstore import Block, Offer, Outcome, PutStatus
 
 
 class SaveJob:
-    """One save on a thread of the connector; it ends with one ``Saved``, given to ``end``.
-
-    ``begin`` is called first, in that thread.
-    """
+    """One save on a thread of the connector: calls ``begin`` first and ``end`` once."""
 
     def __init__(
         self,
@@ -110,7 +107,7 @@ class SaveJob:
 
 
 class BlockOnDevice:
-    """A ``DeviceSource``. What it has copied is read once, and never after the batch's turn."""
+    """A ``DeviceSource``. A copy is read once, and only in the turn of the batch that made it."""
 
     def __init__(self, batch: CopyBatch, content: BlockContent, nbytes: int) -> None:
         self._batch = batch
@@ -131,7 +128,7 @@ class BlockOnDevice:
         self._batch.recycle()
 
     def take(self) -> CopiedBlock | None:
-        """What was copied in this turn; ``None`` if nothing was, or if it was read before."""
+        """The copy of this turn; ``None`` if there is none or it was read already."""
         copied = self._copied
         self._copied = None
         return copied if copied is not None and copied.turn == self._batch.turn else None

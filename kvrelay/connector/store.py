@@ -28,7 +28,7 @@ from kvstore import Lease, Store
 CUT_OFF_SECONDS = 0.5
 JOIN_SECONDS = 5.0
 RECHECK_SECONDS = 2.0
-"""A save waits at most so long for the check of its blocks."""
+"""The longest that a save waits for the recheck of its blocks."""
 
 
 @dataclass(slots=True)
@@ -42,8 +42,8 @@ class _KeptLease:
 class StoreConnector:
     """A ``Connector`` over ``store``; closing it closes the store.
 
-    ``copies`` are those of a pool that is not in host memory; without them each block is copied by
-    itself.
+    ``copies``: for a pool on a device, copies of blocks in batches; without them each block is
+    copied alone.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class StoreConnector:
             self._checked.notify_all()
 
     def _wait_for_recheck(self, save: Save) -> None:
-        """Wait until none of the blocks is being checked: a wrong one would count as stored."""
+        """Wait until no block of the save is being rechecked: a wrong one would seem stored."""
         names = {content.name for content in save.contents}
         with self._checked:
             self._checked.wait_for(lambda: self._rechecking.isdisjoint(names), RECHECK_SECONDS)

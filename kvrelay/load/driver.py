@@ -69,7 +69,7 @@ class LoadDriver:
         spent = time.process_time()
         dialogues = self.workload.dialogues(self.begin)
         try:
-            async with beside(self._watch_loop()), asyncio.TaskGroup() as group:
+            async with in_background(self._watch_loop()), asyncio.TaskGroup() as group:
                 if self.level.concurrency is None:
                     await self._arrive(group, dialogues)
                 for _ in range(self.level.concurrency or 0):
@@ -202,8 +202,8 @@ async def _until(moment: float) -> None:
 
 
 @asynccontextmanager
-async def beside(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    """Run a task that has no end beside the block."""
+async def in_background(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    """Run an endless task in the background of the block, and cancel it at the end."""
     task = asyncio.create_task(work)
     try:
         yield

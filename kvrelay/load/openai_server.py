@@ -107,7 +107,7 @@ class OpenAIServer:
                 yield response
 
     def _session(self, reuses: bool = True) -> aiohttp.ClientSession:
-        """Made within the event loop that uses it; with ``reuses`` connections are used again."""
+        """A session of the running event loop; without ``reuses`` each request has a connection."""
         if reuses not in self._sessions:
             kept = IDLE_SECONDS if reuses else None
             self._sessions[reuses] = aiohttp.ClientSession(

@@ -38,7 +38,8 @@ class LoadWatcher:
 class LoadPlan:
     """What to do. ``factors``: open levels at multiples of the rate of the first, closed level.
 
-    ``ids_sent``: the prompts are token ids. ``beside``: answers asked of the reference at once.
+    ``ids_sent``: the prompts are token ids. ``check_concurrency``: requests to the reference at
+    once.
     """
 
     workload: Workload
@@ -48,7 +49,7 @@ class LoadPlan:
     warm_up: int = 0
     factors: Sequence[float] = ()
     ids_sent: bool = True
-    beside: int = 1
+    check_concurrency: int = 1
 
 
 @dataclass(slots=True)
@@ -141,7 +142,7 @@ class LoadRun:
 
         queue = iter(pending)
         async with asyncio.TaskGroup() as group:
-            for _ in range(self.plan.beside):
+            for _ in range(self.plan.check_concurrency):
                 group.create_task(user(queue))
 
 

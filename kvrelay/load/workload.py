@@ -24,7 +24,7 @@ SEEDS = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class LoadTenant:
-    """``share``: of the requests, beside those of the other tenants. ``token``: bearer token."""
+    """``share``: weight of its requests among all tenants. ``token``: bearer token."""
 
     name: str
     share: float = 1.0

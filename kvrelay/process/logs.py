@@ -83,7 +83,7 @@ def serves(request_id: str) -> None:
 
 
 def traced(trace_id: str) -> None:
-    """What the current task serves belongs to this trace, in JSON lines."""
+    """Add this trace id to the JSON lines that the current task logs."""
     _trace.set(trace_id)
 
 

@@ -2,5 +2,5 @@
 
 import os
 
-# We report disconnected peers; gRPC's C core would print its own lines beside ours.
+# We report disconnected peers; gRPC's C core would print its own lines as well.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

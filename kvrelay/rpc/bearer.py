@@ -20,7 +20,7 @@ C = TypeVar("C", grpc.aio.Channel, grpc.Channel)
 
 
 class _Method(partial[object]):
-    """A method of a channel with the token in its metadata."""
+    """A method of a channel that sends the token besides the metadata of a call."""
 
     def __call__(
         self, /, *args: object, metadata: Sequence[tuple[str, str]] = (), **more: object

@@ -1,7 +1,7 @@
-"""Spans that a collector gets by OTLP over gRPC.
+"""Spans that are sent to a collector by OTLP over gRPC.
 
-A thread of the exporter sends them, in batches. Its queue is bounded (``OTEL_BSP_MAX_QUEUE_SIZE``,
-2,048): if the collector does not take them, the oldest are dropped, and nothing waits.
+A thread of the SDK sends them in batches. Its queue is bounded (``OTEL_BSP_MAX_QUEUE_SIZE``,
+2,048): if the collector is slow or absent, the oldest spans are dropped, and no request waits.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from kvrelay.version import VERSION
 log = logging.getLogger("kvrelay")
 END_SECONDS = 1.0  # for the collector to take the last spans
 QUIET = (
-    "opentelemetry.exporter",  # warns of each attempt; an export that failed is an error
-    "opentelemetry.trace",  # quotes headers of clients that W3C does not allow
+    "opentelemetry.exporter",  # warns of every attempt; a failed export is logged as an error
+    "opentelemetry.trace",  # its warnings quote invalid headers of clients
 )
 W3C = TraceContextTextMapPropagator()
 CLIENT_FAULTS = {
@@ -43,7 +43,7 @@ CLIENT_FAULTS = {
 
 
 class RecordedSpan(Span):
-    """``origin``: nanoseconds from the clock of ``time.monotonic`` to that of ``time.time``."""
+    """``origin``: nanoseconds to add to ``time.monotonic`` to get ``time.time``."""
 
     def __init__(self, span: otel.Span, tracer: otel.Tracer, origin: int) -> None:
         self._span = span
@@ -131,7 +131,7 @@ class OtlpTracer:
             logging.getLogger(name).setLevel(logging.ERROR)
 
     def serving(self, name: str, headers: Headers, attributes: Attributes) -> Span:
-        """A client's header decides whether the span is recorded, else the ratio does."""
+        """A client's ``traceparent`` decides whether the span is recorded, else the ratio does."""
         carrier: dict[str, list[str]] = {}
         for key, value in headers:
             if key in W3C.fields and isinstance(value, str):
@@ -146,10 +146,10 @@ class OtlpTracer:
         return RecordedSpan(span, self._tracer, origin)
 
     def end(self) -> None:
-        """Send the last spans; those that the collector does not take in time are lost."""
+        """Send the last spans; they are lost if the collector does not take them in time."""
         ending = Thread(target=self._provider.shutdown, name="otlp-end", daemon=True)
         ending.start()
         ending.join(END_SECONDS)
         if ending.is_alive():
-            log.warning("the last spans are lost: %s does not take them", self._endpoint)
+            log.warning("the last spans are lost: the collector %s does not answer", self._endpoint)
             self._exporter.shutdown()  # ends the call that is open

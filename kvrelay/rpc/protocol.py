@@ -75,7 +75,7 @@ def sampling_of(message: types_pb2.Sampling, eos_token_ids: Sequence[int] = ()) 
 
 @dataclass(frozen=True, slots=True)
 class EndingTokens:
-    """The tokens that end an output, behind its first ``allowed_after`` tokens."""
+    """Tokens that end an output once it has ``allowed_after`` tokens."""
 
     ids: frozenset[int]
     allowed_after: int
@@ -86,7 +86,7 @@ class EndingTokens:
 
 
 def ending_of(message: types_pb2.Sampling, eos_token_ids: Sequence[int]) -> EndingTokens:
-    """What ends the output of a request. Not all of the message is read: it may be large."""
+    """The tokens that end a request's output. Reads only these fields: the message may be large."""
     structured = StructuredOutput() if message.HasField("structured_output") else None
     sampling = Sampling(
         stop_token_ids=tuple(message.stop_token_ids),
@@ -94,7 +94,7 @@ def ending_of(message: types_pb2.Sampling, eos_token_ids: Sequence[int]) -> Endi
         ignore_eos=message.ignore_eos,
         structured_output=structured,
     )
-    # A grammar ends where its text does, however many tokens that took.
+    # A grammar ends its text itself, regardless of min_tokens.
     allowed_after = message.min_tokens if structured is None else 0
     return EndingTokens(frozenset(sampling.ending_token_ids), allowed_after)
 

@@ -61,7 +61,7 @@ class Connections(Generic[C]):
 
 
 class RenewedMethod(Generic[C]):
-    """A method of the channel of now."""
+    """A method of the current channel."""
 
     def __init__(self, connections: Connections[C], make: Callable[[C], Method]) -> None:
         self._connections = connections
@@ -72,7 +72,7 @@ class RenewedMethod(Generic[C]):
     def __call__(
         self, *args: object, metadata: Sequence[tuple[str, str]] = (), **more: object
     ) -> object:
-        method = self._of_now()  # then the token is that of now
+        method = self._of_now()  # first: it may renew the token
         return method(*args, metadata=(*self._connections.metadata(), *metadata), **more)
 
     def future(self, *args: object, **more: object) -> object:

@@ -28,8 +28,8 @@ ANSWER_SECONDS = 1.0
 def reserve(host: str, port: int) -> socket.socket | None:
     """Reserve a port; ``None`` if it is reserved, or if a process listens on it.
 
-    The socket listens for a moment. That fails beside another listening socket, and from then on
-    the kernel no longer lets sockets with ``SO_REUSEADDR`` bind beside this one without a check.
+    The socket listens for a moment. That fails if another socket listens on the port, and from then
+    on the kernel no longer lets sockets with ``SO_REUSEADDR`` bind it too without a check.
     """
     made = bind(host, port, reuse_address=True)
     if made is None:
@@ -45,7 +45,7 @@ def reserve(host: str, port: int) -> socket.socket | None:
 
 
 def join(environ: Mapping[str, str]) -> list[socket.socket]:
-    """Reserve the ports in ``VARIABLE`` beside the supervisor. Keep the sockets."""
+    """Reserve the ports in ``VARIABLE``, as the supervisor did. Keep the sockets."""
     held = []
     for address in _reserved(environ):
         made = bind(address.host, address.port or 0, reuse_address=True, reuse_port=True)

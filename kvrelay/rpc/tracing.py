@@ -33,14 +33,14 @@ class TracingOptions(SecurityOptions):
 
     otlp_endpoint: str | None = option(
         None,
-        "collector that gets the OpenTelemetry spans of requests by OTLP over gRPC, such as"
-        " http://127.0.0.1:4317; https has TLS; default: no spans",
+        "send OpenTelemetry spans of requests to this collector, by OTLP over gRPC, such as"
+        " http://127.0.0.1:4317, or https:// for TLS; default: no spans",
         metavar="URL",
         group=GROUP,
     )
     trace_ratio: float = option(
         1.0,
-        "part of the requests that have spans, where the client has not decided",
+        "part of the requests that are traced; a client's traceparent header decides for its own",
         low=0.0,
         high=1.0,
         group=GROUP,
@@ -48,10 +48,10 @@ class TracingOptions(SecurityOptions):
 
 
 class Span:
-    """A span that is not recorded. As a context, it ends with the block.
+    """A span that is not recorded. As a context manager, it ends with the block.
 
-    ``on``: it is recorded, so its attributes matter. ``metadata`` makes the spans of a gRPC call
-    its children.
+    ``on``: whether it is recorded. ``metadata``: sent with a gRPC call, it makes the server's span
+    a child of this one.
     """
 
     on = False
@@ -69,17 +69,17 @@ class Span:
         pass
 
     def child(self, name: str, attributes: Attributes = NONE, *, call: bool = False) -> Span:
-        """A span that begins now; ``call``: another process serves it."""
+        """A child that begins now; ``call``: it is a call to another process."""
         return self
 
     def record(self, name: str, since: float, until: float, attributes: Attributes = NONE) -> None:
-        """Add a child that has ended."""
+        """Add a child that has ended; ``since`` and ``until`` are of ``time.monotonic``."""
 
     def set(self, attributes: Attributes, name: str = "") -> None:
         """Add attributes, and rename the span if there is a ``name``."""
 
     def fail(self, error: BaseException) -> None:
-        """Note the error that ends it."""
+        """Record the error that ends it."""
 
 
 OFF = Span()
@@ -89,7 +89,7 @@ _tracer: OtlpTracer | None = None
 
 
 def check(options: TracingOptions) -> None:
-    """Raise ``Rejected`` or ``NotInstalled`` if spans are wanted and cannot be sent."""
+    """Raise ``Rejected`` or ``NotInstalled`` if there is an endpoint and it cannot be used."""
     if options.otlp_endpoint is None:
         return
     try:
@@ -106,7 +106,7 @@ def check(options: TracingOptions) -> None:
 
 
 def install(options: TracingOptions, service: str) -> None:
-    """Make spans of this process from now on, if they are wanted; raises as ``check`` does."""
+    """Trace this process from now on, if there is an endpoint; raises as ``check`` does."""
     global _tracer
     check(options)
     if options.otlp_endpoint is not None:
@@ -116,7 +116,7 @@ def install(options: TracingOptions, service: str) -> None:
 
 
 def end() -> None:
-    """Send what has ended, within a bounded time, and make no more spans."""
+    """Send the last spans, within a bounded time, and make no more."""
     global _tracer
     tracer = _tracer
     _tracer = None
@@ -129,10 +129,10 @@ class _Call(Protocol):
 
 
 def headers_of(call: _Call) -> Headers:
-    """The metadata of a gRPC call that this process serves, if it makes spans."""
+    """The metadata of a gRPC call that this process serves; empty if it makes no spans."""
     return cast("Headers", call.invocation_metadata()) if _tracer is not None else ()
 
 
 def serving(name: str, headers: Headers, attributes: Attributes = NONE) -> Span:
-    """The span of a request that this task serves, as a child of the span in its headers."""
+    """Begin the span of a request that this task serves, as a child of the span in ``headers``."""
     return OFF if _tracer is None else _tracer.serving(name, headers, attributes)

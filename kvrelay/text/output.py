@@ -41,7 +41,7 @@ class OutputText:
     def push(self, token: int, ends: bool = False) -> TextDelta:
         """The text that this token adds, and whether it completes a stop string.
 
-        ``ends``: the token itself ends the request, so the text does not have it.
+        ``ends``: the token ends the request, so its text is left out.
         """
         armed = self._ignored <= 0
         self._ignored -= 1

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 CACHE_BYTES = 16 << 20
-OVERHEAD_BYTES = 64 << 10  # of a compiled grammar, besides
-BYTES_PER_BYTE = 32  # of its text
+OVERHEAD_BYTES = 64 << 10  # of a compiled grammar, in any case
+BYTES_PER_BYTE = 32  # more for each byte of its text
 MASK_WORD = 32  # bits: a mask has whole words
 MAX_MESSAGE = 400  # characters of the library's messages
 ANSWER = "answer"

@@ -25,15 +25,16 @@ def advertised(bound: str, advertise: str | None) -> str:
     """The address to announce; ``Rejected`` if other machines could not use it."""
     address = check_address("advertise", advertise or bound)
     if not address.port or address.host in EVERY_ADDRESS:
-        raise Rejected("advertise", f"{address} is not the address of one machine: give one")
+        raise Rejected("advertise", f"{address} is not the address of one machine: give HOST:PORT")
     return str(address)
 
 
 def label(host: str, port: int, advertise: str | None) -> str:
-    """This worker in metrics: the address to announce, or the one that routers have for it.
+    """The ``worker`` label of this worker's metrics: the address at which a router reaches it.
 
-    A worker that listens on every address has the address of its host name, as in a container; the
-    name itself if that address is known to this machine alone.
+    That is ``advertise`` if given, else ``host:port``. A worker that listens on every address, as
+    in a container, has the address of its host name, or the name itself if it resolves to a
+    loopback address or not at all.
     """
     if advertise is not None or host not in EVERY_ADDRESS:
         return advertise or str(Address(host, port))

@@ -15,7 +15,7 @@ from kvrelay.worker.streams import LegUpdates
 async def traced(
     batches: AsyncGenerator[LegUpdates], span: Span, role: Role
 ) -> AsyncGenerator[LegUpdates]:
-    """The updates; the spans are children of ``span``, made from the leg's account."""
+    """Pass the updates on; at the leg's end, record its phases as children of ``span``."""
     last_token = 0.0
     async for batch in batches:
         now = time.monotonic()

@@ -32,7 +32,7 @@ class LegOrder:
     """A leg to run. ``work``: its tokens in placement. ``positions``: what its request stores (D5).
 
     ``handoff_wait``: seconds from a prefill leg's first token to its handoff, at most. ``span``:
-    what the worker's spans are children of.
+    the parent of the leg's span.
     """
 
     leg: types_pb2.Leg
@@ -70,7 +70,7 @@ def _run(worker: KnownWorker, order: LegOrder) -> AsyncGenerator[LegEvent]:
 
 
 async def _traced(worker: KnownWorker, order: LegOrder) -> AsyncGenerator[LegEvent]:
-    """The events; the leg's account, or what is known of a lost one, is on its span."""
+    """Pass the events on in a span of the leg, with its account or what is known of a lost leg."""
     account, lost, generated = types_pb2.LegUsage(), True, 0
     name, attributes = leg_span(order.leg, worker.role, worker.address)
     with order.span.child(name, attributes, call=True) as span:

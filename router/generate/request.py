@@ -98,7 +98,8 @@ class InboundCall:
 
     ``read`` receives the message, when there is memory for it. A call that is ``counted`` needs
     none: its message is part of one that is being received. ``accepted`` is set when the request
-    has passed every check. ``peer``: the client's address. ``span``: that of the door.
+    has passed every check. ``peer``: the client's address. ``span``: the span of the HTTP or gRPC
+    request.
     """
 
     tenant: Tenant
@@ -133,13 +134,13 @@ def is_request_id(text: str) -> bool:
 
 
 def check_request_id(text: str, field: str = "request_id") -> None:
-    """Raises ``Rejected`` for ``field`` if no request may have this name."""
+    """Raises ``Rejected`` for ``field`` if this cannot be the id of a request."""
     if not is_request_id(text):
         raise Rejected(field, f"must have 1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters")
 
 
 def check_tokenizable(message: router_pb2.GenerateRequest, model: str) -> None:
-    """The checks of a message whose input is only tokenized: it may be empty."""
+    """The checks of a message whose input is only tokenized; the input may be empty."""
     if message.model and message.model != model:
         raise NotFound(f"model: {message.model!r} is not served here, {model!r} is")
     if len(message.chat.messages) > MAX_MESSAGES:

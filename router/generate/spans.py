@@ -1,7 +1,7 @@
-"""What the spans of a request say: names of OpenTelemetry's GenAI conventions where they exist.
+"""Attributes of a request's spans, named by OpenTelemetry's GenAI conventions where they exist.
 
-The others begin with ``kvrelay.`` and are words of docs/accounting.md. They have no text of a
-request.
+The others begin with ``kvrelay.`` and have the words of docs/accounting.md. No attribute has text
+of a prompt or answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SAMPLING = {"temperature", "top_p", "top_k", "frequency_penalty", "presence_pena
 def note_request(
     span: Span, message: router_pb2.GenerateRequest, request: AcceptedRequest, model: str
 ) -> None:
-    """The request has passed every check."""
+    """Name the span of an accepted request, and set its attributes."""
     operation = "chat" if message.WhichOneof("input") == "chat" else "text_completion"
     about: dict[str, str | float] = {
         f"gen_ai.request.{field.name}": value
@@ -43,14 +43,14 @@ def note_request(
 
 
 class AnswerSpan:
-    """Notes the answer of a request on its span."""
+    """Records the finish reasons and the usage of a request on its span."""
 
     def __init__(self, span: Span) -> None:
         self._span = span
         self._reasons: list[str] = []  # why the samples have ended
 
     def take(self, response: router_pb2.GenerateResponse) -> None:
-        """A response that goes to the client."""
+        """Record a response that goes to the client."""
         if response.finish_reason:
             name = types_pb2.FinishReason.Name(response.finish_reason)
             self._reasons.append(name.removeprefix("FINISH_REASON_").lower())
@@ -70,7 +70,7 @@ class AnswerSpan:
 
 
 def leg_span(leg: types_pb2.Leg, role: Role, address: str) -> tuple[str, Attributes]:
-    """Name and first attributes of the span of a leg."""
+    """The name and the first attributes of a leg's span."""
     about: dict[str, str | int] = {"kvrelay.leg.index": leg.leg_index}
     place = Address.parse(address)
     about["server.address"] = place.host
@@ -80,7 +80,7 @@ def leg_span(leg: types_pb2.Leg, role: Role, address: str) -> tuple[str, Attribu
 
 
 def account_attributes(account: types_pb2.LegUsage, generated: int, lost: bool) -> Attributes:
-    """What is known of a leg; of a ``lost`` one, the figures are those of its admission."""
+    """The attributes of a leg's account; a ``lost`` leg has the figures of its admission."""
     about: dict[str, str | int] = {"kvrelay.leg.lost": lost, "kvrelay.tokens.generated": generated}
     if account.worker_id:
         about["kvrelay.worker.id"] = account.worker_id

@@ -114,7 +114,8 @@ def make_app(
         exception_handlers={HTTPException: _refused},
         middleware=_middleware(backend.config.cors_origin),
     )
-    app.router.redirect_slashes = False  # to http://, with the client's key, behind a TLS proxy
+    # Behind a TLS proxy a redirection would send the client, with its key, to http://.
+    app.router.redirect_slashes = False
     return app
 
 

@@ -40,9 +40,9 @@ class HttpLimits:
     head_bytes: int = 32 << 10
     head_seconds: float = 10.0  # from the first byte, or the connection's start, to a whole head
     idle_seconds: float = 75.0  # between two requests
-    unread_bytes: int = 64 << 20  # from a client that was answered, and that sends all the same
+    unread_bytes: int = 64 << 20  # dropped from a client that sends on after its response
     body_bytes: int = 8 << 20
-    body_seconds: float = 30.0  # also for what is unread
+    body_seconds: float = 30.0  # also for the unread bytes
     stuck_seconds: float = 30.0  # a response that the client does not read ends after that
 
 
@@ -106,7 +106,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head = True
         self._unread = 0
         self._discards = False  # the last response was sent
-        self._unframed = False  # its end is that of the connection
+        self._unframed = False  # the response ends with the connection
         self._refused: HttpRefusal | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._discard_timer: asyncio.TimerHandle | None = None
@@ -213,7 +213,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """The answer to a head that cannot be parsed, or is too large or too slow."""
         if self._discards or self.transport.is_closing():
             return
-        if self._requests:  # it would stand in the middle of another answer
+        if self._requests:  # it would be sent in the middle of another response
             self.transport.close()
             return
         refused = self._refused or HttpRefusal(400, "bad_request", f"request: {msg}")
@@ -228,16 +228,16 @@ class BoundedProtocol(HttpToolsProtocol):
     async def _serve(
         self, scope: HTTPScope, receive: ASGIReceiveCallable, send: ASGISendCallable
     ) -> None:
-        """The application, for the oldest of the requests that are not answered."""
+        """Run the application for the oldest unanswered request."""
         request = self._requests[0]
         await self.config.loaded_app(scope, receive, partial(self._respond, request))
 
     async def _respond(self, request: RequestResponseCycle, message: ASGISendEvent) -> None:
-        """Send a part of a response, where uvicorn 0.54 does what a client cannot read.
+        """Send a part of a response, around two faults of uvicorn 0.54.
 
-        It sends a body of unknown length in chunks to HTTP/1.0 too, where the end of the connection
-        is the end of the body. It closes a connection that is to be closed before it has read the
-        whole request.
+        It sends chunks to HTTP/1.0, where the end of the connection ends a body of unknown length.
+        It closes a connection before it has read the whole request, so the client loses the
+        response.
         """
         ends = False
         if message["type"] == "http.response.body":
@@ -255,9 +255,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._close_late()
 
     def _close_late(self) -> None:
-        """Close once the client has, or has sent too much or for too long.
+        """Close after the client has closed, or sent ``unread_bytes``, or after ``body_seconds``.
 
-        If a connection is closed while the client sends, its system drops the response unread.
+        If the connection were closed while the client sends, its system would drop the response.
         """
         if self._discards or self.transport.is_closing():
             return

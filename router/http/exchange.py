@@ -60,7 +60,7 @@ once it reads ids.
 
 
 def request_id_of(headers: Mapping[str, str]) -> str:
-    """The client's id of a request, that of its trace, or one drawn here."""
+    """The id of a request: the client's, else its trace id, else a random one."""
     given = headers.get(REQUEST_ID)
     if given is not None and is_request_id(given):
         return given

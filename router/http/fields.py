@@ -92,7 +92,7 @@ class Fields:
 
     @property
     def unknown(self) -> list[str]:
-        """The fields that were not asked for, of nested objects too, less those that are null."""
+        """Names of fields that nothing has read, nested ones included; null counts as absent."""
         given = (name for name, value in self._values.items() if value is not None)
         own = sorted(self._where + name for name in given if name not in self._known)
         return own + [name for table in self._tables for name in table.unknown]

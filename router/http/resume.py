@@ -122,8 +122,10 @@ def digest(content: bytes) -> bytes:
 
 
 def request_digest(messages: Sequence[router_pb2.GenerateRequest], tenant: str) -> bytes:
-    """Of the tenant's name and what decides the output: not the request's id, not the tokens so
-    far. To another tenant, an id is that of another request, whatever it sends.
+    """Digest of the tenant and of all fields that decide the output.
+
+    Request id, priority and the tokens so far are left out. The tenant is in it, so that an event
+    id of one tenant never fits a request of another.
     """
     digests = [digest(tenant.encode())]
     for message in messages:

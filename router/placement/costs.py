@@ -13,7 +13,7 @@ DECAY = 0.98  # of the points before, with each leg
 PRIOR = 0.1  # weight of a prior point: a tenth of a leg
 FAR = 1024  # tokens: where the second prior point lies
 STALL = 0.5  # cost of delaying a stream by a second, in seconds of this request's wait
-HANDOFF = 0.01  # seconds that a handoff takes beside its transfer: a call, a lookup, a save
+HANDOFF = 0.01  # seconds that a handoff takes besides its transfer: a call, a lookup, a save
 
 
 class LinearFit:

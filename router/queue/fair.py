@@ -161,7 +161,7 @@ class FairQueue:
         return own + sum(other.tokens_before(start) for other in others)
 
     def share(self, tenant: str, weight: float) -> float:
-        """The tenant's part of what drains, beside the tenants that have requests waiting now."""
+        """The tenant's part of the service rate, shared with the tenants that wait now."""
         others = sum(line.weight for name, line in self._lines.items() if name != tenant)
         return weight / (others + weight)
 

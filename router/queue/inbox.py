@@ -21,7 +21,7 @@ READ_SECONDS = 10.0  # then a message that has not arrived makes room for others
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inbound:
-    """A message, and what a door says beside it.
+    """A message, and what the door adds to it.
 
     ``fills``: ``max_tokens`` becomes as many as the largest worker holds. ``cache_salt``: only
     requests of the tenant with the same one share cached blocks.

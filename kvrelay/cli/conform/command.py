@@ -21,7 +21,7 @@ from kvrelay.conform.suite import DIFFERED, NO_VERDICT, ConformRun, ConformWatch
 from kvrelay.conform.tally import ConformOutcome
 from kvrelay.errors import KvrelayError, Rejected
 from kvrelay.load.draws import LengthDraw
-from kvrelay.load.driver import beside
+from kvrelay.load.driver import in_background
 from kvrelay.load.openai_server import Json
 from kvrelay.process.sigint import INTERRUPTED_STATUS
 from kvrelay.version import VERSION
@@ -188,7 +188,7 @@ def _run(run: ConformRun, screen: ConformScreen) -> int:
     async def session() -> None:
         try:
             await run.door.find_model()
-            async with beside(screen.watch()):
+            async with in_background(screen.watch()):
                 await run.run()
         finally:
             await run.door.close()

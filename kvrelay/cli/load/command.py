@@ -21,7 +21,7 @@ from kvrelay.installation import require
 from kvrelay.load import report
 from kvrelay.load.check import AnswerCheck
 from kvrelay.load.draws import LENGTHS, Arrivals, LengthDraw
-from kvrelay.load.driver import LoadLevel, beside
+from kvrelay.load.driver import LoadLevel, in_background
 from kvrelay.load.figures import LevelFigures, Objectives
 from kvrelay.load.grpc_door import GrpcDoor
 from kvrelay.load.http_door import DoorOptions, HttpDoor
@@ -256,7 +256,7 @@ def main(argv: Sequence[str]) -> int:
         warm_up=config.warm_up,
         factors=config.overload,
         ids_sent=not config.text(),
-        beside=config.check_concurrency,
+        check_concurrency=config.check_concurrency,
     )
     address = config.address() if config.url is None else ""
     screen = LoadScreen(objectives, config.progress)
@@ -297,7 +297,7 @@ def _run(
             reference = await _reference(config, door, asked)
             if reference is not None and reference is not door:
                 doors.push_async_callback(reference.close)
-            await doors.enter_async_context(beside(screen.watch()))
+            await doors.enter_async_context(in_background(screen.watch()))
             await LoadRun(plan, door, check, screen, reference, levels).run()
 
     try:

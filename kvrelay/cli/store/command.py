@@ -20,7 +20,7 @@ COMMANDS = (
     Command(
         "bench",
         "benchmarks.store.run",
-        "speed of each transport, beside memcpy and sockets",
+        "speed of each transport, against memcpy and plain sockets",
         ("store",),
     ),
     Command(

@@ -17,8 +17,8 @@ from kvstore.trace.requests import TraceRequest, read_trace
 from kvstore.trace.simulate import ReplayResult, replay, unbounded
 
 DESCRIPTION = """\
-Replays a trace through the store's own index, without moving a byte, and prints the hit rate of
-each eviction policy, beside a store without a limit and the offline optimum, which knows the rest
+Replays a trace through the store's own index, without moving a byte, and prints the hit rates of
+each eviction policy, of a store without a limit, and of the offline optimum, which knows the rest
 of the trace. TRACE has one JSON object a line, as in Mooncake's published traces: timestamp (ms),
 input_length, output_length and hash_ids."""
 HEAD = ("blocks", "policy", "hit rate", "of the way to the optimum", "evicted")

@@ -1,8 +1,8 @@
 """The works of one step packed into one row of tokens.
 
 Decode entries (one position, with context) come first, longest first; prefill entries follow.
-``samples`` aligns the results with the caller's works again. On the CPU a row's KV and logits do
-not depend, to the bit, on where a prompt is cut or on what is beside it (dense models).
+``samples`` aligns the results with the caller's works again. On the CPU the bits of a row's KV and
+logits do not depend on where a prompt is cut or on the other rows (dense models).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Batch:
         return ends
 
     def padded(self, rows: int) -> Batch:
-        """The same beside decode entries without positions, up to ``rows`` packed rows.
+        """The same, padded to ``rows`` packed rows with decode entries that have no positions.
 
         For batches of decode entries that all sample.
         """

@@ -1,8 +1,7 @@
 """The indices of one step of paged attention by gathering: built once, used in every layer.
 
 A run is what ``KVPool.gather`` copies: the positions of one layer's K or V of one head. Rows and
-keys are padded to sizes in which SDPA computes a row to the same bits whatever is computed beside
-it.
+keys are padded to sizes for which the bits of a row in SDPA do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from kvrelay.engine.attention.pool import KVPool
 WORKSPACE_BYTES = 16 << 20  # of a group of decode entries: about what stays in a cache
 TILE = 256  # queries of one call: it reads no key after its last query
 
-# Batch invariance. A recomputation, after a preemption or on another worker, is cut into chunks
-# otherwise than the first time, so a row must not be rounded by how many rows or hidden keys are
-# beside it. Measured with MKL on CPUs with AVX2, AVX-512 and AMX, heads of 16 to 512, one and two
-# threads: a product of fewer than 4 rows is added up in another order than a larger one (on the
-# last CPU, of fewer than 16 in wide heads), and so is one over 193 to 511 keys. SDPA takes queries
-# in runs of 32 or a multiple and keys in runs of 512, so the size of the last run matters; what a
-# mask hides adds zero.
+# Batch invariance. A recomputation, after a preemption or on another worker, is cut into other
+# chunks than the first time, so the bits of a row must not depend on the number of other rows or of
+# masked keys. Measured with MKL on CPUs with AVX2, AVX-512 and AMX, heads of 16 to 512, one and two
+# threads: a product of fewer than 4 rows is summed in another order than a larger one (with AMX, of
+# fewer than 16 rows in wide heads), and so is one over 193 to 511 keys. SDPA takes queries in runs
+# of 32 or a multiple and keys in runs of 512, so the size of the last run matters; a masked key
+# adds zero.
 _QUERY_RUN = 32
 _FEWEST_QUERIES = 16
 _KEY_RUN = 512

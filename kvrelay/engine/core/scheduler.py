@@ -197,8 +197,8 @@ class Scheduler:
         """Admit waiting requests, in order, while there is room.
 
         A request whose lookup has no answer yet is skipped. Requests admitted past the first
-        skipped one leave it a place and its blocks, beside all blocks that residents may still
-        need. So no request is skipped for ever. As many requests are considered as there are
+        skipped one leave it a place and its blocks, and all blocks that residents may still need.
+        So no request is skipped for ever. As many requests are considered as there are
         places, and named in pieces, so that a long queue does not delay the step.
         """
         size = self.limits.block_size

@@ -3,8 +3,8 @@
 A row's result is a function of its query, its keys and constants alone. Keys are read in tiles of
 ``KEYS`` from position 0; the tiles of a segment of ``SEGMENT`` keys are summed in order, and the
 segments are merged in order. Prefill does that in one program and decode in one program a segment,
-with the same functions, so a row does not depend on where a prompt is cut or on what is beside it,
-as far as a product of matrices does not depend on the number of its rows.
+with the same functions, so a row does not depend on where a prompt is cut or on other rows, as far
+as a matrix product does not depend on the number of its rows.
 
 ``spans`` [entries, 4] has of each entry its first row in Q, its first position, its number of
 positions and where its block table begins in ``blocks``. Scores are kept in units of log2(e).

@@ -162,7 +162,7 @@ def _wrong(raw: Mapping[str, JSON]) -> Iterator[str]:
 
 
 def _endings(directory: Path, raw: Mapping[str, JSON]) -> Iterator[str]:
-    """The end of a sequence. A list may have ids beside valid ones that no token has."""
+    """The end of a sequence. A list may have ids of no token, if another one is valid."""
     name, value = "eos_token_id", raw.get("eos_token_id")
     path = directory / "generation_config.json"
     try:

@@ -29,7 +29,7 @@ class Tenant:
     max_requests: int | None = None  # at once
     tokens_per_minute: int | None = None  # prompt and output
     store_bytes: int | None = None  # of a store's memory; ``None``: it may not call the store
-    weight: float = 1.0  # share of the queue beside other tenants
+    weight: float = 1.0  # share of the queue, relative to other tenants
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Paged attention by the compiled kernel: the pool is read where it is, through block tables.
 
-A row has the same bits wherever a prompt is cut, whatever is beside it, and on any number of
-threads, without padding; plain.cpp defines it.
+The bits of a row do not depend on where a prompt is cut, on the other rows or on the number of
+threads, without padding; plain.cpp defines them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Where vLLM's attention backend keeps K and V in a page: learned from it at start, then checked.
 
-Backends differ: rows of K beside V, K transposed in a half of its own. So numbers that name their
-place are written through the backend's own cache update and looked for in the page. A page whose
+Backends differ: some keep K and V of a position together, some keep K transposed in its own half.
+So numbers that name their place are written through the backend's own cache update and looked for
+in the page. A page whose
 places are not evenly spaced, or whose contents are not what was written, is refused.
 """
 

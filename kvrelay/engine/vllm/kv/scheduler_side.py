@@ -1,4 +1,4 @@
-"""The connector beside vLLM's scheduler: lookups with leases, orders, references, accounts.
+"""The connector's part in vLLM's scheduler: lookups with leases, orders, references, accounts.
 
 It never touches KV. A block that is being saved holds a reference of its own in vLLM's pool, so
 that it is neither freed nor overwritten before every rank has copied it.

@@ -119,7 +119,7 @@ class Setup:
         return self._view.layer_names
 
     def scheduler_side(self) -> SchedulerSide:
-        """The side beside vLLM's scheduler."""
+        """The connector's part in vLLM's scheduler."""
         options = SideOptions(
             block_size=self._shape.block_size,
             ranks=self._view.ranks,
@@ -138,7 +138,7 @@ class Setup:
     def worker_side(
         self, layers: Sequence[VllmLayer], caches: Sequence[torch.Tensor], rank: int
     ) -> WorkerSide | None:
-        """The side beside the model runner of a rank; checks its pages. ``None`` without store."""
+        """The part in a rank's model runner; checks its pages. ``None`` without a store."""
         if self.config.store == NO_STORE:
             return None
         shape = self._shape
@@ -180,7 +180,7 @@ def _check_caches(caches: Sequence[torch.Tensor], shape: PageShape) -> None:
 
 
 def security() -> Security:
-    """That of the worker's process; beside a plain vLLM that of the environment (``KVRELAY_*``)."""
+    """The security of this process: a worker's own, in plain vLLM that of the environment."""
     found = installed()
     if found is not INSECURE or not any(name.startswith("KVRELAY_") for name in os.environ):
         return found

@@ -1,4 +1,4 @@
-"""The connector beside the model runner of one rank: loads into vLLM's pages and saves from them.
+"""The connector's part in a rank's model runner: loads into vLLM's pages and saves from them.
 
 Both run on the threads of the native engine's store connector, with its checks: a block counts once
 its tokens, its checksum and, with a fleet key, its tags are right.
