@@ -58,9 +58,11 @@ class HttpStream:
             body |= {"temperature": 0.8, "top_p": 0.95, "seed": query.seed}
         headers = {"last-event-id": self._last} if self._last else {}
         async with client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
-            if response.status_code in BROKEN:
-                raise _Broken((await response.aread()).decode())
-            assert response.status_code == 200, (response.status_code, await response.aread())
+            if response.status_code != 200:
+                said = (await response.aread()).decode()
+                if response.status_code in BROKEN or REFUSAL in said:
+                    raise _Broken(said)
+                raise AssertionError((response.status_code, said))
             known = self._last
             async for line in response.aiter_lines():
                 name, _, value = line.partition(": ")
