@@ -17,6 +17,8 @@ from router.http.ask import AnswerForm
 
 Json: TypeAlias = dict[str, object]
 DONE = "data: [DONE]\n\n"
+LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+"""JSON escapes all others. httpx is such a client, and with it much that reads events."""
 
 FINISH = {
     types_pb2.FINISH_REASON_STOP: "stop",
@@ -26,8 +28,9 @@ FINISH = {
 
 
 def dump(value: object) -> str:
-    """Compact JSON."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    """Compact JSON on one line, also for clients that end lines as ``str.splitlines`` does."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return text if text.isascii() else text.translate(LINE_ENDS)
 
 
 def usage_of(prompt: int, completion: int, cached: int | None) -> Json:

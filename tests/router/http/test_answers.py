@@ -68,6 +68,20 @@ async def test_chat_fills_the_context_and_streams_a_role_first() -> None:
         assert chunks[-1].choices[0].finish_reason == "length"
 
 
+async def test_line_ends_of_unicode_end_no_event() -> None:
+    """httpx takes each of them for the end of a line."""
+    said = "a\vb\fc\x1cd\x1de\x1ef\x85g\u2028h\u2029i"
+    body = {"prompt": said, "echo": True, "max_tokens": 1, "stream": True}
+    async with door() as (_, client):
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            events = [line async for line in response.aiter_lines() if line]
+        whole = await client.post("/v1/completions", json={**body, "stream": False})
+    assert [line for line in events if not line.startswith(("id: ", "data: "))] == []
+    chunks = [json.loads(line[6:]) for line in events if line.startswith("data: {")]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks).startswith(said)
+    assert whole.json()["choices"][0]["text"].startswith(said)
+
+
 async def test_events_on_the_wire() -> None:
     async with door() as (_, client):
         body = {"prompt": PROMPT, "max_tokens": 3, "seed": SEED, "stream": True}
