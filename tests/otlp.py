@@ -25,6 +25,9 @@ KINDS = {
     trace_pb2.Span.SPAN_KIND_CLIENT: "client",
     trace_pb2.Span.SPAN_KIND_INTERNAL: "internal",
 }
+PARENT = "00f067aa0ba902b7"
+"""The id of a client's span, in ``traceparent``."""
+
 Value = str | bool | int | float | list[str]
 
 
@@ -89,6 +92,11 @@ class Collector:
             done = self._news.wait_for(lambda: complete(found()), WAIT_SECONDS)
             assert done, [(span.service, span.name) for span in self._seen]
             return found()
+
+
+def traceparent(trace: str, flags: str = "01") -> dict[str, str]:
+    """The header of a client that traces; ``flags`` 00: and does not record."""
+    return {"traceparent": f"00-{trace}-{PARENT}-{flags}"}
 
 
 @contextmanager

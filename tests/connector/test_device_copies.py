@@ -34,10 +34,10 @@ from kvstore.client.remote import RemoteStore
 from kvstore.client.transports import base, shared_memory, staging
 from kvstore.client.transports.connection import StoreConnection
 from kvstore.wire.frames import Op, RequestFrame
-from tests.engine.torch.streams import Memory, Runtime, install
-from tests.engine.torch.test_streams import Mistake, module_of, registered
+from tests.engine.torch.streams import Memory, Runtime, install, wait_for_registrations
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.rig import TIMEOUT, address_of, arena_in
+from tests.mutants import Mistake, module_of
 
 SIZE, BLOCKS = 16, 48
 SHAPE = PoolShape(BLOCKS, 3, SIZE, 2, 64, "bfloat16")  # 24 KiB a block
@@ -147,7 +147,7 @@ class Side:
         """Open the transport, and wait until what it maps is registered."""
         tokens = fresh(12 * SIZE)
         self.save(tokens)
-        registered()
+        wait_for_registrations()
         self.load(tokens)
 
     def close(self) -> None:
@@ -447,7 +447,7 @@ def test_a_refusal_is_said_once_and_blocks_go_through_pinned_memory(
     calls = stage.cudart.calls
     absent = Want(bytes(32), memoryview(bytearray(9)))
     assert [got.header for got in again.get([absent], TIMEOUT)] == [None]
-    registered()
+    wait_for_registrations()
     assert stage.cudart.calls > calls, "it was asked again"
     tokens = prompt_on(side, 12)
     Memory.runtime.counts.clear()

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 import pytest
 import yaml
 
-from kvrelay.cluster.layout import CONFIGS, MODULES
+from kvrelay.cluster.layout import CONFIGS
 from kvrelay.config.option import options
 from kvrelay.config.reader import read as read_config
 from kvrelay.rpc.address import HTTP_PORT, ROUTER_PORT, Address
@@ -23,8 +23,8 @@ from router.config import RouterConfig
 from router.workers import dns
 from tests.deploy.manifests import Node
 from tests.deploy.rig import ROOT
+from tests.deploy.services import DOCKERFILE, Service, read_service, role_of
 
-DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", "")
 FILE = "docker-compose.yml"
 GPU_WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 PROFILES = {
@@ -37,7 +37,6 @@ PROFILES = {
 OWN = sorted(PROFILES[""] | PROFILES["cpu"] | PROFILES["gpu"])
 NEEDED = {"store": "store", "router": "router", "prefill": "worker", "decode": "worker"}
 _VARIABLE = re.compile(r"\$\{([A-Z0-9_]+)(:?)-([^}]*)\}")
-Service = RouterConfig | WorkerConfig | StoreConfig
 
 each_service = pytest.mark.parametrize("name", OWN)
 
@@ -61,12 +60,9 @@ def filled(text: str, **given: str) -> str:
 def config_of(name: str, **given: str) -> Service:
     """What the process of a service reads from its command and its environment."""
     service = read()[name]
-    module, *flags = (filled(word, **given) for word in service["command"].texts)
-    (role,) = (role for role, each in MODULES.items() if each == module)
+    command = [filled(word, **given) for word in service["command"].texts]
     environment = {key: filled(value.text, **given) for key, value in environ(service)}
-    made = read_config(CONFIGS[role], flags, name, "", environment)
-    assert isinstance(made, Service)
-    return made
+    return read_service(command, environment, name)
 
 
 def environ(service: Node) -> Iterator[tuple[str, Node]]:
@@ -138,7 +134,7 @@ def test_the_router_finds_every_worker_by_its_name() -> None:
     named = {"prefill": router.prefill, "decode": router.decode}
     for name in sorted(PROFILES["cpu"] | PROFILES["gpu"]):
         config = config_of(name)
-        (role,) = (role for role in named if MODULES[role] == read()[name]["command"][0].text)
+        role = role_of(read()[name]["command"][0].text)
         networks = read()[name]["networks"].value
         aliases = (
             read()[name]["networks"]["inside"]["aliases"].texts if networks != ["inside"] else []
@@ -255,7 +251,7 @@ def test_a_worker_computes_where_its_profile_says() -> None:
 @each_service
 def test_the_image_has_what_the_process_needs(name: str) -> None:
     service = read()[name]
-    (role,) = (role for role, each in MODULES.items() if each == service["command"][0].text)
+    role = role_of(service["command"][0].text)
     extras = arguments(FILE, name)["EXTRAS"].split()
     installed = frozenset().union(*map(requirements, extras))
     assert requirements(NEEDED[role]) <= installed

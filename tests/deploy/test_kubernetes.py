@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from kvrelay.cluster.layout import CONFIGS, MODULES
+from kvrelay.cluster.layout import CONFIGS
 from kvrelay.config.option import options
 from kvrelay.config.reader import read as read_config
 from kvrelay.rpc.address import Address
@@ -22,11 +22,10 @@ from router.workers import dns
 from tests.deploy import manifests
 from tests.deploy.manifests import Node
 from tests.deploy.rig import ROOT, exported
+from tests.deploy.services import DOCKERFILE, Service, read_service
 
-DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
 PODS = manifests.pods()
 FIELDS = {"status.podIP": "10.1.2.3"}
-Service = RouterConfig | WorkerConfig | StoreConfig
 
 each_pod = pytest.mark.parametrize("name", PODS)
 
@@ -55,11 +54,7 @@ def arguments(name: str) -> list[str]:
 
 def config_of(name: str) -> Service:
     """What the process in a container reads from its arguments and environment."""
-    module, *flags = arguments(name)
-    (role,) = (role for role, each in MODULES.items() if each == module)
-    made = read_config(CONFIGS[role], flags, name, "", environment(name))
-    assert isinstance(made, Service)
-    return made
+    return read_service(arguments(name), environment(name), name)
 
 
 def ports_of(config: Service) -> dict[str, int | None]:

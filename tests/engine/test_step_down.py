@@ -16,7 +16,7 @@ from kvrelay.engine.stepping import DeviceLost
 from kvrelay.errors import Unservable
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.engines import native
-from tests.worker.test_limits import MODEL
+from tests.worker.models import MODEL
 
 FACTS = ("rows-same", "cuts-differ")
 

@@ -12,18 +12,17 @@ import httpx2
 import pytest
 
 from kvrelay.v1 import router_pb2, router_pb2_grpc, types_pb2
+from router.service import GENERATE
 from tests.exact.oracle import Oracle
 from tests.failures.rig import Rig, rig
-from tests.otlp import Collector, Seen, collector
+from tests.otlp import PARENT, Collector, Seen, collector, traceparent
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 COUNTS = (
     *("length", "local", "external", "computed", "recomputed", "generated", "failed", "executed"),
 )
-PARENT = "00f067aa0ba902b7"
 SECONDS = 90.0
 KILL_AFTER = 40  # tokens
-GENERATE = "kvrelay.v1.RouterService/Generate"
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +38,7 @@ def traced(model: Path, spans: Collector) -> Iterator[Rig]:
 
 
 def trace_headers(trace: str) -> dict[str, str]:
-    return {"traceparent": f"00-{trace}-{PARENT}-01", "tracestate": "other=kept"}
+    return {**traceparent(trace), "tracestate": "other=kept"}
 
 
 def prompt(length: int) -> list[int]:

@@ -13,6 +13,7 @@ import pytest
 from kvrelay.rpc import tracing
 from kvrelay.rpc.tracing import TracingOptions
 from kvrelay.v1 import router_pb2
+from router.service import GENERATE
 from tests.otlp import Collector, Seen, collector
 from tests.router.fakes import Behaviour, decode_worker
 from tests.router.http.rig import door
@@ -86,7 +87,7 @@ async def test_refused_requests(spans: Collector) -> None:
         await failing(router.generate(request(100_000)))
     ends = {span.name: span for span in sent(spans) if not span.parent}
     assert ends[DOOR].attributes["http.response.status_code"] == 400
-    grpc_door = ends["kvrelay.v1.RouterService/Generate"]
+    grpc_door = ends[GENERATE]
     for span in (ends[DOOR], grpc_door):
         assert span.attributes["error.type"] == "Rejected"
         assert not span.failed
@@ -104,7 +105,7 @@ async def test_a_client_that_leaves(spans: Collector) -> None:
         call.cancel()
         await asyncio.to_thread(spans.wait, 6)  # tokenize, queue, placement, leg, request, door
     by_name = {span.name: span for span in sent(spans)}
-    for name in ("kvrelay.v1.RouterService/Generate", "text_completion tiny", "decode leg"):
+    for name in (GENERATE, "text_completion tiny", "decode leg"):
         assert by_name[name].attributes["error.type"] == "cancelled"
         assert not by_name[name].failed
     leg = by_name["decode leg"].attributes

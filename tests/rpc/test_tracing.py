@@ -22,9 +22,7 @@ from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.credentials import Credentials
 from kvrelay.rpc.security.policy import Security
 from kvrelay.rpc.tracing import OFF, TracingOptions
-from tests.otlp import Collector, Seen, collector
-
-PARENT = "00f067aa0ba902b7"
+from tests.otlp import PARENT, Collector, Seen, collector, traceparent
 
 
 @pytest.fixture
@@ -40,10 +38,6 @@ def begin(spans: Collector, ratio: float = 1.0) -> str:
     return secrets.token_hex(16)
 
 
-def parent(trace: str, flags: str = "01") -> dict[str, str]:
-    return {"traceparent": f"00-{trace}-{PARENT}-{flags}"}
-
-
 def sent(spans: Collector) -> dict[str, Seen]:
     """All spans by name, after the end."""
     tracing.end()
@@ -52,7 +46,7 @@ def sent(spans: Collector) -> dict[str, Seen]:
 
 async def test_without_an_endpoint_every_span_is_off() -> None:
     tracing.install(TracingOptions(), "test")
-    with tracing.serving("door", parent(secrets.token_hex(16)).items()) as door:
+    with tracing.serving("door", traceparent(secrets.token_hex(16)).items()) as door:
         assert door is OFF
         assert door.child("inside") is OFF
         assert not door.on
@@ -80,7 +74,7 @@ def test_missing_packages_are_named_with_their_line(monkeypatch: pytest.MonkeyPa
 async def test_a_span_is_the_child_of_the_one_in_the_headers(spans: Collector) -> None:
     trace = begin(spans)
     since = time.monotonic()
-    with tracing.serving("door", parent(trace).items(), {"a": 1}) as door:
+    with tracing.serving("door", traceparent(trace).items(), {"a": 1}) as door:
         with door.child("call", call=True) as call:
             ((name, value),) = call.metadata
         door.record("before", since, since + 0.5, {"b": "c"})
@@ -108,7 +102,7 @@ async def test_a_bad_header_begins_a_trace(spans: Collector, header: str) -> Non
 async def test_a_bad_state_goes_no_further(spans: Collector, state: str) -> None:
     """Longer metadata than a worker takes would fail every leg of the request."""
     trace = begin(spans)
-    headers = [*parent(trace).items(), ("tracestate", state)]
+    headers = [*traceparent(trace).items(), ("tracestate", state)]
     with tracing.serving("door", headers) as door:
         assert [name for name, _ in door.metadata] == ["traceparent"]
     assert sent(spans)["door"].parent == PARENT
@@ -116,21 +110,21 @@ async def test_a_bad_state_goes_no_further(spans: Collector, state: str) -> None
 
 async def test_lines_of_a_state_are_joined(spans: Collector) -> None:
     trace = begin(spans)
-    headers = [*parent(trace).items(), ("tracestate", "a=1"), ("tracestate", "b=2")]
+    headers = [*traceparent(trace).items(), ("tracestate", "a=1"), ("tracestate", "b=2")]
     with tracing.serving("door", headers) as door:
         assert dict(door.metadata)["tracestate"] == "a=1,b=2"
 
 
 async def test_the_client_decides_before_the_ratio_does(spans: Collector) -> None:
     trace = begin(spans, ratio=0.0)
-    with tracing.serving("unwanted", parent(trace, "00").items()) as door:
+    with tracing.serving("unwanted", traceparent(trace, "00").items()) as door:
         assert not door.on
         ((_, value),) = door.child("inside").metadata
         assert value.startswith(f"00-{trace}-")
         assert value.endswith("-00")
     with tracing.serving("not chosen", ()):
         pass
-    with tracing.serving("wanted", parent(trace).items()):
+    with tracing.serving("wanted", traceparent(trace).items()):
         pass
     assert list(sent(spans)) == ["wanted"]
 

@@ -3,40 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import cast
 
 import pytest
-import torch
 
-from kvrelay.engine.model.forward import CausalModel
-from kvrelay.engine.model.loading import LoadedModel, ModelInfo
 from kvrelay.process.memory import HostMemory
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.engines import native
-
-LENGTH = 4096
-POSITION = 2 * 2 * 4 * 8 * 2  # bytes: k and v, layers, heads, head_dim, bfloat16
-MODEL = LoadedModel(
-    ModelInfo(
-        name="m",
-        revision="r",
-        architecture="A",
-        dtype="bfloat16",
-        device="cpu",
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=8,
-        vocab_size=100,
-        max_model_len=LENGTH,
-        position_limit=LENGTH,
-        eos_token_ids=(),
-        num_parameters=1,
-        logit_error=0.0,
-    ),
-    cast(CausalModel, None),
-    torch.device("cpu"),
-)
+from tests.worker.models import LENGTH, MODEL, POSITION
 
 
 def positions(config: WorkerConfig) -> int:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import sys
 from collections.abc import Mapping
-from pathlib import Path
-from types import ModuleType
 
 from kvrelay.engine.attention import flash_backend, flash_calls
 from tests.engine.flash.checks import LIBRARIES, Modules, random_batches, random_options
+from tests.mutants import module_of
 
 SEEDS = range(4)
-_numbers = itertools.count()
 
 # What is wrong -> the text, and what stands there instead.
 CALLS: Mapping[str, tuple[str, str]] = {
@@ -143,9 +139,9 @@ BACKEND: Mapping[str, tuple[str, str]] = {
 def survives(module: str, name: str) -> bool:
     """Whether no check notices a mistake."""
     mistaken = (
-        Modules(_mutated(flash_calls, *CALLS[name]), flash_backend)
+        Modules(module_of(flash_calls, [CALLS[name]]), flash_backend)
         if module == "calls"
-        else Modules(flash_calls, _mutated(flash_backend, *BACKEND[name]))
+        else Modules(flash_calls, module_of(flash_backend, [BACKEND[name]]))
     )
     for seed in SEEDS:
         for library in LIBRARIES:
@@ -155,12 +151,3 @@ def survives(module: str, name: str) -> bool:
                 except Exception:  # noqa: BLE001 - a mistake may raise anything
                     return False
     return True
-
-
-def _mutated(module: ModuleType, text: str, instead: str) -> ModuleType:
-    source = Path(module.__file__ or "").read_text(encoding="utf-8")
-    assert source.count(text) == 1, f"{source.count(text)} times: {text}"
-    made = ModuleType(f"{module.__name__}_{next(_numbers)}")
-    sys.modules[made.__name__] = made  # dataclasses look there
-    exec(compile(source.replace(text, instead), made.__name__, "exec"), made.__dict__)
-    return made

@@ -13,10 +13,10 @@ from kvrelay.engine.numerics import numeric_profile
 from kvrelay.engine.runner import Runner
 from kvrelay.sampling import Sampling
 from tests.engine.flash import standins
+from tests.engine.flash.checks import LIBRARIES
 from tests.engine.torch.drive import Oracle, generate, prompts
 from tests.models import VOCAB, tiny_model
 
-LIBRARIES = ("varlen", "flash_attn")
 SIZE = 256
 
 

@@ -218,48 +218,49 @@ def found_by(path: Path, programs: Sequence[list[str]] = PROGRAMS) -> str | None
 
 @pytest.fixture
 def sources(tmp_path: Path, compiled: None) -> Path:
-    if not runs(VARIANT):
-        pytest.skip(f"not a processor for {VARIANT}")
     for path in (*build.FOLDER.glob("*.cpp"), *build.FOLDER.glob("*.h")):
         shutil.copy(path, tmp_path)
     return tmp_path
 
 
+@pytest.fixture
+def processor() -> None:
+    if not runs(VARIANT):
+        pytest.skip(f"not a processor for {VARIANT}")
+
+
+@pytest.fixture
+def tiles() -> None:
+    if reason := tiles_refused():
+        pytest.skip(reason)
+
+
+def change(source: Path, line: str, wrong: str) -> None:
+    text = source.read_text()
+    assert text.count(line) == 1, f"{source.name} has {line!r} {text.count(line)} times"
+    source.write_text(text.replace(line, wrong))
+
+
 @pytest.mark.slow
-def test_the_kernel_itself_passes(sources: Path) -> None:
+def test_the_kernel_itself_passes(sources: Path, processor: None) -> None:
     assert found_by(compile_in(sources)) is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_mistake_is_found(sources: Path, name: str) -> None:
+def test_a_mistake_is_found(sources: Path, processor: None, name: str) -> None:
     file, line, wrong = MUTANTS[name]
-    text = (sources / file).read_text()
-    assert text.count(line) == 1, f"{file} has {line!r} {text.count(line)} times"
-    (sources / file).write_text(text.replace(line, wrong))
+    change(sources / file, line, wrong)
     assert found_by(compile_in(sources)) is not None
 
 
-@pytest.fixture
-def product_sources(tmp_path: Path, compiled: None) -> Path:
-    if reason := tiles_refused():
-        pytest.skip(reason)
-    for path in (*build.FOLDER.glob("*.cpp"), *build.FOLDER.glob("*.h")):
-        shutil.copy(path, tmp_path)
-    return tmp_path
-
-
 @pytest.mark.slow
-def test_the_products_themselves_pass(product_sources: Path) -> None:
-    assert found_by(compile_in(product_sources, build.PRODUCTS), PRODUCT_PROGRAMS) is None
+def test_the_products_themselves_pass(sources: Path, tiles: None) -> None:
+    assert found_by(compile_in(sources, build.PRODUCTS), PRODUCT_PROGRAMS) is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRODUCT_MUTANTS)
-def test_a_mistake_in_the_products_is_found(product_sources: Path, name: str) -> None:
-    line, wrong = PRODUCT_MUTANTS[name]
-    source = product_sources / PRODUCTS
-    text = source.read_text()
-    assert text.count(line) == 1, f"{PRODUCTS} has {line!r} {text.count(line)} times"
-    source.write_text(text.replace(line, wrong))
-    assert found_by(compile_in(product_sources, build.PRODUCTS), PRODUCT_PROGRAMS) is not None
+def test_a_mistake_in_the_products_is_found(sources: Path, tiles: None, name: str) -> None:
+    change(sources / PRODUCTS, *PRODUCT_MUTANTS[name])
+    assert found_by(compile_in(sources, build.PRODUCTS), PRODUCT_PROGRAMS) is not None

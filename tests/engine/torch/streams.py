@@ -7,6 +7,7 @@ as drawn. A program that forgets to wait sees old bytes under some seed.
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -176,6 +177,13 @@ def _within(stream: Stream) -> Iterator[None]:
         yield
     finally:
         Memory.runtime.current.pop()
+
+
+def wait_for_registrations() -> None:
+    """Wait until the driver was asked for every mapping (``kvrelay.engine.cuda.registration``)."""
+    for thread in threading.enumerate():
+        if thread.name == "register":
+            thread.join()
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import mmap
 import random
-import sys
-import threading
 import types
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from kvrelay.engine.cuda import copies, registration, upload
-from tests.engine.torch.streams import Memory, Runtime, install
+from tests.engine.torch.streams import Memory, Runtime, install, wait_for_registrations
+from tests.mutants import Mistake, module_of
 
 SEEDS = 60
 BLOCKS, SIZE = 6, 4
@@ -27,7 +25,6 @@ RUNS, WIDTH = 4, 4
 PLACES = 4  # of blocks in a mapping
 BLOCK_BYTES = RUNS * SIZE * WIDTH * 2
 
-Mistake = Sequence[tuple[str, str]]
 WAIT = "                self._stream.wait_event(self._copies.step_ended)\n"
 RELEASE = """        for used in self._used:
             self._copies.registered.release(used)
@@ -83,21 +80,6 @@ OF_REGISTRATION: dict[str, Mistake] = {
 }
 
 
-def module_of(source: types.ModuleType, mistake: Mistake) -> types.ModuleType:
-    """A module of the product, or the same with a mistake."""
-    text = Path(str(source.__file__)).read_text(encoding="utf-8")
-    for before, after in mistake:
-        assert before in text, f"the line has changed: {before}"
-        text = text.replace(before, after)
-    made = types.ModuleType(source.__name__)
-    sys.modules[made.__name__] = made  # dataclasses look it up
-    try:
-        exec(compile(text, str(source.__file__), "exec"), made.__dict__)
-    finally:
-        sys.modules[made.__name__] = source
-    return made
-
-
 class Driver:
     """Registers what it is asked to."""
 
@@ -107,13 +89,6 @@ class Driver:
 
     def unregister(self, address: int) -> None:
         del Memory.runtime.registered[address]
-
-
-def registered() -> None:
-    """Wait until every mapping is."""
-    for thread in threading.enumerate():
-        if thread.name == "register":
-            thread.join()
 
 
 def payload_of(value: int, count: int) -> bytes:
@@ -231,7 +206,7 @@ class World:
     def _mapping(self, writable: bool) -> mmap.mmap:
         made = mmap.mmap(-1, PLACES * BLOCK_BYTES)
         self.mappings.register(made, writable)
-        registered()
+        wait_for_registrations()
         return made
 
     def _expect(self, what: str, found: bytes, wanted: bytes) -> None:
