@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence, Set
 from concurrent.futures import wait
 from contextlib import closing
 from dataclasses import replace
@@ -40,6 +40,9 @@ from kvstore.stats import StoreStats, total_stats
 
 MOST_ONLY = 1 << 12
 """How many blocks of a single backend are remembered; the oldest are forgotten."""
+
+COPIED = {PutStatus.STORED, PutStatus.NO_ROOM, PutStatus.NO_PARENT, PutStatus.EXPIRED}
+"""Blocks with these outcomes go on to later backends: new ones, stored or not."""
 
 
 class MultiStore:
@@ -108,13 +111,15 @@ class MultiStore:
         while True:
             first, *later = writers
             try:
-                outcomes = _put(first, later, offers, deadline - time.monotonic())
+                outcomes, copied = _put(first, later, offers, deadline - time.monotonic())
             except Unavailable:
                 if not later:
                     raise
                 writers = later
             else:
-                self._remember(offers, outcomes)
+                if first is not self.backends[0]:
+                    copied |= _present(offers, outcomes)
+                self._remember(offers, outcomes, copied)
                 return outcomes
 
     def release(self, leases: Sequence[Lease], timeout: float) -> None:
@@ -188,15 +193,14 @@ class MultiStore:
             here = {offer.name for offer in offers} | self._only.keys()
         return [replace(offer, detached=offer.parent not in here) for offer in offers]
 
-    def _remember(self, offers: Sequence[Offer], outcomes: Sequence[Outcome]) -> None:
-        """Remember the blocks that no other backend has, for the children in later calls."""
-        copied = any(backend.write for backend in self.backends)
+    def _remember(
+        self, offers: Sequence[Offer], outcomes: Sequence[Outcome], copied: Set[bytes]
+    ) -> None:
+        """Remember the blocks that no later backend has, for the children in later calls."""
         with self._lock:
             for offer, outcome in zip(offers, outcomes, strict=True):
                 self._only.pop(offer.name, None)
-                if outcome.status is PutStatus.STORED and copied:
-                    continue
-                if outcome.status is not PutStatus.EXISTED:
+                if outcome.status is not PutStatus.EXISTED and offer.name not in copied:
                     self._only[offer.name] = None
             while len(self._only) > MOST_ONLY:
                 del self._only[next(iter(self._only))]
@@ -209,22 +213,40 @@ class MultiStore:
             writer.drop()
 
 
+def _present(offers: Sequence[Offer], outcomes: Sequence[Outcome]) -> set[bytes]:
+    """The names of the blocks that the backend has."""
+    return {offer.name for offer, kept in zip(offers, outcomes, strict=True) if kept.present}
+
+
 def _put(
     backend: StoreBackend, later: Sequence[StoreBackend], offers: Sequence[Offer], timeout: float
-) -> list[Outcome]:
-    """Put into one backend; new blocks are also written to the ``later`` ones by write-behind."""
+) -> tuple[list[Outcome], set[bytes]]:
+    """Put into one backend, and by write-behind into the ``later`` ones.
+
+    These also get the blocks that the first has no room for. Returns the outcomes of the first, and
+    the names of the blocks that a later one gets.
+    """
     if not later:
-        return backend.store.put(offers, timeout)
+        return backend.store.put(offers, timeout), set()
     copies: dict[bytes, Offer] = {}
-    outcomes = backend.store.put([_copied(offer, later, copies) for offer in offers], timeout)
-    for offer, outcome in zip(offers, outcomes, strict=True):
-        if outcome.status is PutStatus.STORED:
-            for other in later:
-                if (copy := copies.get(offer.name)) is not None:
-                    other.writer.add(copy)
-                else:
-                    other.writer.drop()
-    return outcomes
+    reading = [_copied(offer, later, copies) for offer in offers]
+    outcomes = backend.store.put(reading, timeout)
+    written: set[bytes] = set()
+    for offer, outcome in zip(reading, outcomes, strict=True):
+        if outcome.status not in COPIED:
+            continue
+        if offer.name not in copies and _have_room(later, offer):
+            offer.read()
+        for other in later:
+            if (copy := copies.get(offer.name)) is None:
+                other.writer.drop()
+            elif other.writer.add(copy):
+                written.add(offer.name)
+    return outcomes, written
+
+
+def _have_room(backends: Sequence[StoreBackend], offer: Offer) -> bool:
+    return any(backend.writer.has_room(offer.size) for backend in backends)
 
 
 def _copied(offer: Offer, later: Sequence[StoreBackend], copies: dict[bytes, Offer]) -> Offer:
@@ -232,7 +254,7 @@ def _copied(offer: Offer, later: Sequence[StoreBackend], copies: dict[bytes, Off
 
     def read() -> Block:
         block = offer.read()
-        if any(backend.writer.has_room(offer.size) for backend in later):
+        if _have_room(later, offer):
             copies[offer.name] = copy_of(offer.name, block, offer.partial)
         return block
 

@@ -61,12 +61,12 @@ class WriteBehind:
         with self._wake:
             self._count(dropped=1)
 
-    def add(self, offer: Offer) -> None:
-        """Queue a block, whose bytes must not change from now on."""
+    def add(self, offer: Offer) -> bool:
+        """Queue a block, whose bytes must not change from now on; false if it was dropped."""
         with self._wake:
             if not self.has_room(offer.size):
                 self._count(dropped=1)
-                return
+                return False
             self._queue.append(offer)
             self._bytes += offer.size
             self._count(waiting=1)
@@ -74,6 +74,7 @@ class WriteBehind:
                 self._thread = threading.Thread(target=self._run, name="write-behind", daemon=True)
                 self._thread.start()
             self._wake.notify()
+            return True
 
     def flush(self, timeout: float) -> bool:
         """Wait until the queue is empty; false if it was not within ``timeout``."""

@@ -30,6 +30,7 @@ from kvstore import (
 )
 from kvstore.base import NameQuery
 from kvstore.client.memory import MemoryStore, forget
+from kvstore.limits import BUDGET
 from kvstore.multi.backend import StoreBackend
 from kvstore.multi.store import MultiStore
 from kvstore.multi.write_behind import WriteBehind
@@ -42,9 +43,9 @@ _NUMBERS = itertools.count()
 class Stage(MemoryStore):
     """A store that can be made to stand still, to fail and to lie."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: int = BUDGET) -> None:
         self.name = f"several-{next(_NUMBERS)}"
-        super().__init__(self.name)
+        super().__init__(self.name, budget)
         self.go = threading.Event()
         self.unavailable = False
         self.fail_after = 1 << 30
@@ -89,8 +90,8 @@ class Stage(MemoryStore):
 class Rig:
     """Two stages, ``near`` before ``far``, and the store they make."""
 
-    def __init__(self, write: bool = False, promote: bool = False) -> None:
-        self.near = Stage()
+    def __init__(self, write: bool = False, promote: bool = False, budget: int = BUDGET) -> None:
+        self.near = Stage(budget)
         self.far = Stage()
         self.store = MultiStore(
             [
@@ -133,8 +134,8 @@ Making = Callable[..., Rig]
 def making() -> Iterator[Making]:
     rigs: list[Rig] = []
 
-    def made(**policies: bool) -> Rig:
-        rigs.append(Rig(**policies))
+    def made(write: bool = False, promote: bool = False, budget: int = BUDGET) -> Rig:
+        rigs.append(Rig(write, promote, budget))
         return rigs[-1]
 
     yield made
@@ -347,6 +348,27 @@ def test_what_is_put_goes_to_all_that_want_it_behind_the_caller(making: Making) 
     assert all(came(read(rig.store, blocks, ["far"] * 3)))
     assert put(rig.store, *blocks) == [PutStatus.EXISTED] * 3
     assert rig.backend("far").writer.counts.stored == 3
+
+
+@pytest.mark.parametrize("at_once", [2, 3, 12])
+def test_what_the_first_has_no_room_for_goes_to_the_others(making: Making, at_once: int) -> None:
+    """A prompt of 12 blocks, and a first store of six: the second store has all of it."""
+    rig = making(write=True, budget=6 * 4096)
+    offers = chain(12, 4096)
+    blocks = [offer.read() for offer in offers]
+    kept: list[PutStatus] = []
+    for start in range(0, len(offers), at_once):
+        kept += statuses(rig.store.put(offers[start : start + at_once], TIMEOUT))
+    assert {PutStatus.NO_ROOM, PutStatus.NO_PARENT} & set(kept)
+    rig.flush()
+    assert rig.far.lookup(NameQuery([one.name for one in offers]), TIMEOUT).lead == 12
+    assert all(came(read(rig.store, blocks, ["far"] * 12)))
+    assert rig.backend("far").writer.counts.stored == 12
+    again = chain(12, 4096)
+    rig.backend("far").writer = WriteBehind("far", rig.far, limit=0)
+    refused = sum(not outcome.present for outcome in rig.store.put(again, TIMEOUT))
+    assert rig.backend("far").writer.counts.dropped == 12
+    assert refused
 
 
 def test_the_next_store_is_written_when_the_first_is_gone(making: Making) -> None:
