@@ -185,12 +185,12 @@ def remove_if_wrong(
 def _wrong(client: redis.Redis, location: str, name: bytes, key: BlockKey | None) -> Corrupt | None:
     try:
         size = client.strlen(location)
-        value = client.get(location) if 0 < size <= LONGEST_BULK else b""
+        value = client.get(location) if size <= LONGEST_BULK else b""
     except redis.ResponseError as error:
         if not str(error).startswith(WRONG_TYPE):
             raise
         return Corrupt("type", str(error))
-    if not size or value is None:
+    if value is None:
         return None
     try:
         block = memoryview(cast(bytes, value))

@@ -25,7 +25,7 @@ REDIRECTS = frozenset(
 """Error codes of a server that does not have the key, or not now."""
 
 WRONG_TYPE = "WRONGTYPE"
-"""The error code for a key that holds no string, so no block: the block is absent."""
+"""The error code for a key that holds no string, so no block."""
 
 
 def error_code(line: bytes) -> str | None:

@@ -27,7 +27,7 @@ from kvstore.base import (
     Want,
 )
 from kvstore.redis.admin import clear_all, remove_if_wrong, reports_of, stats_of
-from kvstore.redis.call import RedisCall
+from kvstore.redis.call import WRONG_TYPE, RedisCall, error_code
 from kvstore.redis.reads import read_blocks
 from kvstore.redis.settings import RedisSettings
 from kvstore.redis.topology import Topology
@@ -200,10 +200,19 @@ class _Survey:
 
 
 def _size(answer: list[bytes]) -> int | None:
-    """From ``:LENGTH`` and, if its expiry was reset, ``:1``; an absent key has the length 0."""
-    length = answer[0][1:] if answer else b""
-    present = length.isdigit() and length != b"0" and answer[-1] != b":0"
-    return int(length) if present else None
+    """From ``:LENGTH`` and, if its expiry was reset, ``:1``; an absent key has the length 0.
+
+    A value that is empty or no string counts as one byte: its reader refuses and removes it. If it
+    counted as absent, no reader would, and no block could be put in its place.
+    """
+    if not answer or answer[-1] == b":0":
+        return None
+    if error_code(answer[0]) == WRONG_TYPE:
+        return 1
+    length = answer[0][1:]
+    if not length.isdigit() or (length == b"0" and len(answer) == 1):
+        return None
+    return max(int(length), 1)
 
 
 class _Counters:

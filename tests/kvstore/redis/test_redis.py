@@ -324,7 +324,11 @@ def of_another_type(value: bytes, client: Redis, key: bytes) -> None:
     client.rpush(key, value)
 
 
-WRONG = [truncated, flipped, another_block, too_long, of_another_type]
+def empty(value: bytes, client: Redis, key: bytes) -> None:
+    client.set(key, b"")
+
+
+WRONG = [truncated, flipped, another_block, too_long, of_another_type, empty]
 
 
 @pytest.mark.parametrize("spoil", WRONG, ids=lambda spoil: spoil.__name__)
@@ -344,6 +348,30 @@ def test_what_is_wrong_goes_when_its_reader_leaves_and_can_be_put_anew(
     assert store.stats(TIMEOUT).counters.corrupt == 1
     assert put(store, *blocks) == [PutStatus.EXISTED, PutStatus.STORED, PutStatus.EXISTED]
     assert all(got.header is not None for got in get(store, *blocks))
+
+
+@pytest.mark.parametrize("spoil", WRONG, ids=lambda spoil: spoil.__name__)
+def test_what_is_wrong_is_found_by_a_lookup_so_that_its_reader_removes_it(
+    making: Make, redis_server: Server, spoil: Callable[[bytes, Redis, bytes], None]
+) -> None:
+    """A worker gets only what a lookup has found, and puts what a lookup has not."""
+    store, blocks = making(), [make() for _ in range(3)]
+    put(store, *blocks)
+    with redis_server.client() as client:
+        key = key_of(store, blocks[1])
+        spoil(client.get(key) or b"", client, key)
+    query = NameQuery([name_of(block) for block in blocks], ttl=LIFE)
+    for expected in (1, 3):
+        found = store.lookup(query, TIMEOUT).lead
+        read = 0
+        wants = [Want(name_of(b), memoryview(bytearray(b.payload.nbytes))) for b in blocks[:found]]
+        with contextlib.closing(store.get(wants, TIMEOUT)) as arriving:
+            for got, block in zip(arriving, blocks, strict=False):
+                if got.header != block.header or wants[got.index].buffer != block.payload:
+                    break
+                read += 1
+        assert read == expected
+        put(store, *blocks[read:])
 
 
 def test_what_is_wrong_in_a_store_behind_another_goes_too(
@@ -398,7 +426,7 @@ def test_a_value_that_is_no_block_does_not_come_as_one(making: Make, redis_serve
     gots = list(store.get(wants, TIMEOUT))
     assert [got.header is not None for got in gots] == [False, False, False, True]
     assert wants[3].buffer == block.payload
-    assert present(store, listed, block) == [False, True]
+    assert present(store, short, listed, block) == [True] * 3  # a reader removes what is wrong
 
 
 # Servers that go and come
