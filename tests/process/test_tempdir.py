@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay.cli.doctor.machine import examine
 from kvrelay.cluster.layout import ROOT
 from kvrelay.errors import Rejected
 from kvrelay.process import tempdir
@@ -54,6 +55,18 @@ def test_without_any_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None
         tempdir.ensure_temporary_directory()
     with pytest.raises(SystemExit, match="decode_service: TMPDIR: no writable"):
         tempdir.require("decode_service")
+
+
+def test_doctor_finds_that_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``kvrelay up`` refuses to start there: doctor must not say that nothing is missing."""
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "gettempdir", none)
+        patched.setattr(tempdir, "FALLBACK", Path("/nowhere"))
+        (finding,) = [each for each in examine() if each.name == "temporary files"]
+        assert finding.state == "missing"
+        assert "set TMPDIR" in finding.means
+    (finding,) = [each for each in examine() if each.name == "temporary files"]
+    assert (finding.state, finding.found) == ("ok", f"in {tempfile.gettempdir()}")
 
 
 def test_torch_can_be_imported_on_a_read_only_root() -> None:

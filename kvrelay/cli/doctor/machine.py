@@ -11,6 +11,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -33,7 +34,8 @@ from kvrelay.installation import (
 )
 from kvrelay.process.cores import MOST_THREADS, available_cores
 from kvrelay.process.memory import host_memory
-from kvrelay.rpc.address import ROUTER_PORT, Address
+from kvrelay.process.tempdir import ensure_temporary_directory
+from kvrelay.rpc.address import LOOPBACK, ROUTER_PORT, Address
 from kvrelay.rpc.channel import ChannelOptions, open_sync_channel
 from kvrelay.rpc.status import from_rpc_error
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
@@ -66,6 +68,7 @@ def examine() -> Iterator[Diagnosis]:
         yield from _cluster()
     yield _memory()
     yield _shared_memory()
+    yield _temporary_directory()
     yield from _torch()
     yield _port()
     yield from _redis()
@@ -150,6 +153,14 @@ def _shared_memory() -> Diagnosis:
     return Diagnosis("shared memory", "ok", f"{free / 2**30:.1f} GiB free in /dev/shm")
 
 
+def _temporary_directory() -> Diagnosis:
+    try:
+        ensure_temporary_directory()
+    except Rejected as error:
+        return Diagnosis("temporary files", "missing", "nowhere to write them", str(error))
+    return Diagnosis("temporary files", "ok", f"in {tempfile.gettempdir()}")
+
+
 def _torch() -> Iterator[Diagnosis]:
     if importlib.util.find_spec("torch") is None:
         return
@@ -223,7 +234,7 @@ def _redis() -> Iterator[Diagnosis]:
     else:
         yield Diagnosis("redis server", "ok", _first_line([server, "--version"]) or server)
     if is_free(REDIS_PORT):
-        found = f"nothing listens on 127.0.0.1:{REDIS_PORT}"
+        found = f"nothing listens on {Address(LOOPBACK, REDIS_PORT)}"
         yield Diagnosis("redis", "absent", found, "not needed")
     else:
         yield Diagnosis("redis", "ok", f"something listens on {REDIS_PORT}")
