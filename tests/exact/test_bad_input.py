@@ -22,6 +22,7 @@ from tests.models import VOCAB
 Request = router_pb2.GenerateRequest
 IDS = router_pb2.TokenIds(ids=[1, 2, 3])
 MIB = 1 << 20
+PROMPT = [5, 6, 7, 8, 9]
 
 
 @pytest.fixture(scope="module")
@@ -30,16 +31,20 @@ def up(models: Models) -> Iterator[Cluster]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def wanted(models: Models) -> list[int]:
+    """The answer to ``PROMPT``."""
+    return Oracle(models("llama")).greedy(PROMPT, 40)
+
+
 @pytest.fixture(autouse=True)
-def neighbours(up: Cluster, models: Models) -> Iterator[None]:
+def neighbours(up: Cluster, wanted: list[int]) -> Iterator[None]:
     """Streams beside every bad request; they must come out right."""
-    prompt = [5, 6, 7, 8, 9]
-    wanted = Oracle(models("llama")).greedy(prompt, 40)
     made: list[list[int]] = []
 
     def stream() -> None:
         with Client(up.router) as client:
-            done = client.complete(token_ids=prompt, max_tokens=40, temperature=0.0, timeout=60.0)
+            done = client.complete(token_ids=PROMPT, max_tokens=40, temperature=0.0, timeout=60.0)
             made.append(list(done.token_ids))
 
     threads = [threading.Thread(target=stream) for _ in range(3)]

@@ -30,7 +30,7 @@ def queries_of(count: int, block_size: int, seed: int) -> list[Query]:
 def without_ties(oracle: Oracle, queries: Sequence[Query]) -> list[Query]:
     """The queries without near ties: with random weights two logits may differ by less than a
     change in the order of a sum, so that neither token is the right one."""
-    wanted = [oracle.greedy(query.prompt, query.max_tokens) for query in queries]
+    wanted = oracle.greedy_all([query.prompt for query in queries], queries[0].max_tokens)
     gaps = [oracle.gap(q.prompt, want) for q, want in zip(queries, wanted, strict=True)]
     ties = [gap for gap in gaps if gap < TIE]
     print(f"{len(ties)} ties: {ties}")
@@ -90,7 +90,7 @@ def test_workers_block_sizes_and_chunks(
     made = prompts(60, block_size, VOCAB, seed=budget, longest=longest)
     queries = [Query(prompt, MADE) for prompt in made]
     oracle = Oracle(models("llama"))
-    wanted = [oracle.greedy(query.prompt, MADE) for query in queries]
+    wanted = oracle.greedy_all(made, MADE)
     settings = {"prefill": prefill, "decode": decode, "block_size": block_size}
     settings |= {"num_blocks": 2400 // block_size, "max_num_batched_tokens": budget}
     with cluster(models("llama"), **settings) as up:  # type: ignore[arg-type]
