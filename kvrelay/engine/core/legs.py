@@ -157,8 +157,9 @@ class Legs:
         accounts = Counter(self._ended)
         for leg in self._open.values():
             accounts.update(_countable(leg))
+        sums = asdict(totals)
         for name, count in accounts.items():
-            if (total := asdict(totals)[name]) != count:
+            if (total := sums[name]) != count:
                 yield Finding("I9", None, f"{name} is {total}, the legs' accounts sum to {count}")
 
     def add(self, leg: Leg) -> None:

@@ -41,7 +41,7 @@ def leg_tokens(request: Request) -> LegTokens:
         external=external,
         computed=min(furthest, length) - local - external,
         generated=request.length - length,
-        recomputed=executed - computed_positions(runs, 0, furthest),
+        recomputed=executed - computed_positions(runs, 0, furthest) if len(runs) > 1 else 0,
         executed=executed,
         failed=request.failed,
         runs=runs,
