@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
+from kvrelay.errors import KvrelayError
 from kvrelay.load.openai_server import Json, OpenAIServer
 from kvrelay.load.request import AnswerPiece, ChosenToken, LoadRequest, ServerAccount
 
@@ -53,10 +54,15 @@ class HttpDoor:
         await self.server.close()
 
     async def find_model(self) -> HttpDoor:
-        """This door; with the server's first model if none was named."""
+        """This door; with the server's first model if none was named. Closed if it fails."""
         if not self._options.model:
             token = next(iter(self._options.tokens.values()), None)
-            self._options = replace(self._options, model=await self.server.model(token))
+            try:
+                model = await self.server.model(token)
+            except KvrelayError:
+                await self.close()
+                raise
+            self._options = replace(self._options, model=model)
         return self
 
     def _body(self, request: LoadRequest) -> Json:

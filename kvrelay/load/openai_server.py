@@ -16,6 +16,7 @@ import aiohttp
 from yarl import URL
 
 from kvrelay.errors import DeadlineExceeded, Exhausted, KvrelayError, Rejected, Unavailable
+from kvrelay.rpc.address import Address
 
 Json: TypeAlias = "dict[str, object]"
 DONE = b"[DONE]"
@@ -129,6 +130,12 @@ def _errors(url: URL) -> Iterator[None]:
     except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError) as error:
         raise Unavailable("the server closed the connection before its answer ended") from error
     except (aiohttp.ClientError, OSError) as error:
+        refused = isinstance(error, aiohttp.ClientConnectorError) and isinstance(
+            error.os_error, ConnectionRefusedError
+        )
+        if refused:
+            listened = Address(url.host or "", url.port)
+            raise Unavailable(f"nothing listens at {listened}") from error
         said = str(error) or type(error).__name__
         raise Unavailable(f"HTTP to {url.host}: {said}") from error
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import warnings
 
 import pytest
 
 from benchmarks.stub_server import GOOD, Behave, StubManners, stub
 from kvrelay.client.convert import usage_of
+from kvrelay.errors import Unavailable
 from kvrelay.load.check import usage_faults
 from kvrelay.load.grpc_door import account_of
+from kvrelay.load.http_door import DoorOptions, HttpDoor
 from kvrelay.load.openai_server import OpenAIServer
 from kvrelay.load.request import LoadAnswer, LoadRequest
 from kvrelay.v1 import types_pb2
@@ -193,7 +197,21 @@ def test_no_answer_at_all_is_a_failure(load: LoadCommand) -> None:
     assert found.status == 1
     found = load("http://127.0.0.1:9", *SMALL)
     assert found.status == 1
-    assert len(found.err.splitlines()) == 1
+    assert found.err == "kvrelay load: nothing listens at 127.0.0.1:9\n"
+
+
+def test_a_server_that_is_not_there_leaves_no_session_open() -> None:
+    """aiohttp would say so on standard error, after the command's own line."""
+
+    async def find_model() -> None:
+        with pytest.raises(Unavailable, match=r"nothing listens at 127\.0\.0\.1:9$"):
+            await HttpDoor("http://127.0.0.1:9", DoorOptions()).find_model()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ResourceWarning)
+        asyncio.run(find_model())
+        gc.collect()
+    assert [str(warning.message) for warning in caught] == []
 
 
 def test_a_late_answer_is_given_up(load: LoadCommand) -> None:
