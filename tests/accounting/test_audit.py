@@ -38,6 +38,19 @@ def lose_a_free_block(scheduler: Scheduler) -> None:
     scheduler.pool.free.popitem()
 
 
+def free_another_block(scheduler: Scheduler) -> None:
+    """As many are free as have no holder."""
+    free_a_held_block(scheduler)
+    scheduler.pool.free.popitem(last=False)
+
+
+def count_no_holder_that_saves(scheduler: Scheduler) -> None:
+    assert scheduler.saves
+    for blocks in scheduler.saves.values():
+        for block in blocks:
+            scheduler.pool.references[block] -= 1
+
+
 def count_a_holder_too_many(scheduler: Scheduler) -> None:
     scheduler.pool.references[residency(scheduler, "runs").blocks[0]] += 1
 
@@ -100,6 +113,15 @@ def free_a_copy(scheduler: Scheduler) -> None:
     assert name is not None
     pool.names[copy] = name
     pool.copies[name] = [copy]
+
+
+def free_what_is_found_among_copies(scheduler: Scheduler) -> None:
+    pool = scheduler.pool
+    block, _ = pool.free.popitem()
+    pool.hold([block])
+    pool.name(block, b"other")
+    pool.drop([block])
+    pool.copies[b"other"] = []
 
 
 def copy_without_a_first(scheduler: Scheduler) -> None:
@@ -182,6 +204,8 @@ def load_without_a_load(scheduler: Scheduler) -> None:
     [
         (free_a_held_block, "I1", None),
         (lose_a_free_block, "I1", None),
+        (free_another_block, "I1", None),
+        (count_no_holder_that_saves, "I1", None),
         (count_a_holder_too_many, "I1", None),
         (count_a_holder_too_few, "I1", None),
         (put_a_block_in_twice, "I1", "runs"),
@@ -196,6 +220,7 @@ def load_without_a_load(scheduler: Scheduler) -> None:
         (lose_the_name_of_a_full_block, "I4", "runs"),
         (list_a_copy_without_the_name, "I4", None),
         (free_a_copy, "I4", None),
+        (free_what_is_found_among_copies, "I4", None),
         (copy_without_a_first, "I4", None),
         (copy_what_is_no_block, "I1", None),
         (swap_two_names, "I4", "runs"),
