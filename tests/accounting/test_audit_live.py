@@ -116,3 +116,22 @@ def test_sums_by_source_that_do_not_add_up_are_named(field: str) -> None:
         (finding,) = served.engine.audit().result(10)
         assert finding.invariant == "I9"
         assert "Totals(prompt=" in finding.message
+
+
+@pytest.mark.parametrize("field", ["generated", "recomputed", "failed", "preemptions"])
+def test_totals_that_are_not_the_sums_of_the_accounts_are_named(field: str) -> None:
+    served = Served(LIMITS, Script(), options=UNAUDITED)
+    legs = served.engine._legs
+
+    def count_once_more() -> None:
+        more: int = getattr(legs.totals, field) + 1
+        legs.totals = replace(legs.totals, **{field: more})  # type: ignore[arg-type]
+
+    with served:
+        served.submit("a", [1, 2, 3, 4, 5, 6], 2)
+        served.wait("a")
+        assert served.engine.audit().result(10) == []
+        served.engine._call(count_once_more).result(10)
+        (finding,) = served.engine.audit().result(10)
+        assert finding.invariant == "I9"
+        assert finding.message.startswith(f"{field} is ")
