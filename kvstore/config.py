@@ -55,7 +55,7 @@ class StoreConfig(SecurityOptions):
     )
     metrics_host: str = option(
         LOOPBACK,
-        "address of the metrics: on 127.0.0.1 plain HTTP without a token, else as other ports are",
+        "address of the metrics: plain HTTP without a token on 127.0.0.1, else secured as others",
         metavar="HOST",
     )
     log_level: str = option("info", "least severe level to log", choices=LEVELS)

@@ -25,7 +25,7 @@ class RouterConfig(TracingOptions):
 
     model: str = required(str, "directory of the model, for its tokenizer", metavar="DIR")
     served_model: str | None = option(
-        None, "name of the model; default: that of its directory, as workers call it"
+        None, "name of the model, as workers call it; default: its directory's name"
     )
     host: str = option(LOOPBACK, "address to listen on", metavar="HOST")
     port: int = option(ROUTER_PORT, "port to listen on; 0 picks a free one", low=0, high=65535)
@@ -41,11 +41,11 @@ class RouterConfig(TracingOptions):
         metavar="ORIGIN",
     )
     strict_fields: bool = option(
-        False, "refuse HTTP requests with unknown fields, instead of ignoring these"
+        False, "refuse HTTP requests with unknown fields, instead of ignoring them"
     )
     tool_format: str = option(
         "auto",
-        "how the model writes calls of functions; auto: as its chat template teaches",
+        "how the model writes calls of functions; auto: as its chat template says",
         choices=TOOL_FORMATS,
     )
     reasoning_format: str = option(
@@ -70,8 +70,8 @@ class RouterConfig(TracingOptions):
     max_workers: int = option(512, "workers listed at once; others are left out", low=1)
     store: str | None = option(
         None,
-        "URL of the workers' store: it is told which prompts wait and what clients expect, so that"
-        " it keeps their blocks; default: it is not told",
+        "URL of the workers' store, for hints: which prompts wait and what clients expect; it then"
+        " keeps their blocks; default: no hints",
         metavar="URL",
     )
     disaggregate: str = option(
@@ -117,9 +117,7 @@ class RouterConfig(TracingOptions):
         100.0, "legs a second that may migrate to other workers; others wait", low=0.1
     )
     migration_burst: int = option(256, "legs that may migrate at once", low=1)
-    stuck_after: float = option(
-        30.0, "seconds that a message may wait for its client to read it", low=0.1
-    )
+    stuck_after: float = option(30.0, "seconds that a client may leave a message unread", low=0.1)
     max_prompt: int = option(MAX_PROMPT_BYTES, "largest prompt", unit="bytes", low=1)
     max_message: int | None = option(
         None,
@@ -132,7 +130,7 @@ class RouterConfig(TracingOptions):
     )
     metrics_host: str = option(
         LOOPBACK,
-        "address of the metrics: on 127.0.0.1 plain HTTP without a token, else as other ports are",
+        "address of the metrics: plain HTTP without a token on 127.0.0.1, else secured as others",
         metavar="HOST",
     )
     grace: float = option(10.0, "seconds that running requests get after SIGTERM", low=0.0)

@@ -38,7 +38,7 @@ COMMANDS = (
         "conform", "kvrelay.cli.conform.command", "examine whether a server is exact", ("load",)
     ),
     Command(
-        "doctor", "kvrelay.cli.doctor.command", "what this machine has, and what would be used"
+        "doctor", "kvrelay.cli.doctor.command", "show what this machine has, and what would be used"
     ),
     Command(
         "bench",

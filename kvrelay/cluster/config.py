@@ -48,7 +48,9 @@ class ClusterConfig(TracingOptions):
     store_disk: str | None = option(
         None, "directory to which the store writes its blocks too", metavar="DIR"
     )
-    store_disk_budget: int = option(DISK_BUDGET, "bytes of it to use", unit="bytes", low=2**20)
+    store_disk_budget: int = option(
+        DISK_BUDGET, "bytes of --store-disk to use", unit="bytes", low=2**20
+    )
     restore: bool = option(True, "start without the blocks that are in --store-disk")
     host: str = option(LOOPBACK, "address that the router listens on", metavar="HOST")
     port: int = option(ROUTER_PORT, "port of the router; 0 picks a free one", low=0, high=65535)
@@ -64,7 +66,7 @@ class ClusterConfig(TracingOptions):
         metavar="ORIGIN",
     )
     strict_fields: bool = option(
-        False, "refuse HTTP requests with unknown fields, instead of ignoring these"
+        False, "refuse HTTP requests with unknown fields, instead of ignoring them"
     )
     tool_format: str | None = option(
         None, "how the model writes calls of functions; default: auto", choices=TOOL_FORMATS
@@ -74,15 +76,15 @@ class ClusterConfig(TracingOptions):
     )
     served_model: str | None = option(
         None,
-        "name of the model for clients; default: 'recall', or that of its directory",
+        "name of the model for clients; default: 'recall', or its directory's name",
         metavar="NAME",
     )
     block_size: int | None = option(None, "token positions in a block", low=1, high=LARGEST_BLOCK)
     num_blocks: int | None = option(None, "blocks in each worker's pool", low=1)
     kv_memory: int | None = option(
         None,
-        "size of each worker's KV pool, without --num-blocks; default: half of the memory that the"
-        " weights and the store leave on this host, or 0.8 of a GPU's, divided by the workers",
+        "size of each worker's KV pool if --num-blocks is not given; default: its part of half the"
+        " memory that weights and store leave on this host, or of 0.8 of a GPU's free memory",
         unit="bytes",
         low=1,
     )
@@ -92,7 +94,7 @@ class ClusterConfig(TracingOptions):
     )
     devices: str | None = option(
         None,
-        "GPUs of this machine, comma-separated: each worker in turn sees one of them alone;"
+        "GPUs of this machine, comma-separated: each worker sees only one, in turn;"
         " default: every worker sees all and takes the first",
         metavar="N,N",
     )

@@ -220,7 +220,7 @@ def same_cuts(model: LoadedModel, runner: Runner) -> bool:
 
 
 def same_rows(runner: Runner, counts: Sequence[int]) -> list[int]:
-    """Those of ``counts`` decode rows with which a row has the same bits as alone."""
+    """The numbers of decode rows, of ``counts``, among which a row has the same bits as alone."""
     alone = _decode(runner, 1)[:1]
     return [rows for rows in counts if torch.equal(_decode(runner, rows)[:1], alone)]
 

@@ -161,7 +161,7 @@ def _event(data: bytes) -> Json:
     try:
         event = json.loads(data)
     except ValueError:
-        raise Unavailable(f"the server sent an event that is no JSON: {data[:60]!r}") from None
+        raise Unavailable(f"the server sent an event that is not JSON: {data[:60]!r}") from None
     if not isinstance(event, dict):
         raise Unavailable(f"the server sent an event that is no object: {data[:60]!r}")
     if (error := event.get("error")) is not None:

@@ -30,7 +30,7 @@ class WorkerConfig(TracingOptions):
         (), "a field of vLLM's EngineArgs, such as tensor_parallel_size=2", metavar="NAME=VALUE"
     )
     served_model: str | None = option(
-        None, "name of the model, as the router calls it; default: that of its directory"
+        None, "name of the model, as the router calls it; default: its directory's name"
     )
     router: tuple[str, ...] = option((), "routers to announce this worker to", metavar="HOST:PORT")
     advertise: str | None = option(
@@ -96,7 +96,7 @@ class WorkerConfig(TracingOptions):
     )
     metrics_host: str = option(
         LOOPBACK,
-        "address of the metrics: on 127.0.0.1 plain HTTP without a token, else as other ports are",
+        "address of the metrics: plain HTTP without a token on 127.0.0.1, else secured as others",
         metavar="HOST",
     )
     journal: str | None = option(

@@ -137,7 +137,7 @@ def parse_frame(data: bytes) -> AnswerFrame:
 def parse_rows(body: bytes, count: int, max_block: int) -> list[BlockRow]:
     """``count`` rows; ``Rejected`` if their number differs or a size is out of bounds."""
     if len(body) != count * _ROW.size:
-        raise Rejected("body", f"{len(body)} bytes are not those of {count} rows")
+        raise Rejected("body", f"{len(body)} bytes are not {count} rows")
     rows = list(map(BlockRow._make, _ROW.iter_unpack(body)))
     for index, row in enumerate(rows):
         if not 0 < row.size <= max_block:

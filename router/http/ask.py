@@ -176,7 +176,7 @@ def read_ask(values: Mapping[str, object], chat: bool, request_id: str, strict: 
         limit_name=limit,
     )
     if form.echo and form.logprobs:
-        raise Rejected("logprobs", "those of the prompt are not computed: leave out echo")
+        raise Rejected("logprobs", "log probabilities of a prompt are not computed: leave out echo")
     if form.prompts > 1 and form.samples > 0 and form.choices > MAX_SAMPLES:
         raise Rejected(
             "prompt",

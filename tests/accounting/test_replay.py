@@ -222,7 +222,7 @@ def test_the_command_says_what_it_found(
     assert main([str(tmp_path / "missing")]) == 2
     path.write_bytes(b"\x00\xff\xfe" * 100 + b"\n")
     assert main([str(path)]) == 2
-    assert "line 1 is no JSON" in capsys.readouterr().err
+    assert "line 1 is not JSON" in capsys.readouterr().err
     path.write_text(head() + "9" * (LONGEST_LINE + 1))
     assert main([str(path)]) == 2
     assert "line 2 is longer than" in capsys.readouterr().err

@@ -243,7 +243,7 @@ def _parse(line: str, number: int = 0) -> Record:
     try:
         record: Json = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise Rejected("journal", f"line {number} is no JSON: {error}") from error
+        raise Rejected("journal", f"line {number} is not JSON: {error}") from error
     if not isinstance(record, dict):
         raise Rejected("journal", f"line {number} is not an object")
     return record

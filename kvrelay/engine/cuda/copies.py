@@ -29,7 +29,7 @@ FEWEST_SLOTS = 4
 class BlockOnHost:
     """A block on its way to the host: ``payload`` is valid from ``settle`` until ``recycle``.
 
-    ``placed``: it is in the caller's target. ``turn`` is that of the batch when the copy started.
+    ``placed``: it is in the caller's target. ``turn``: the batch's ``turn`` when the copy started.
     """
 
     payload: memoryview

@@ -19,7 +19,9 @@ class SecurityOptions:
     tls_cert: str | None = option(
         None, "certificate of this process, PEM; switches TLS on", metavar="FILE", group=GROUP
     )
-    tls_key: str | None = option(None, "private key of it, PEM", metavar="FILE", group=GROUP)
+    tls_key: str | None = option(
+        None, "private key of --tls-cert, PEM", metavar="FILE", group=GROUP
+    )
     tls_ca: str | None = option(
         None, "certificate authority to trust, PEM", metavar="FILE", group=GROUP
     )

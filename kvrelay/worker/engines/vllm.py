@@ -46,7 +46,7 @@ def open_vllm(
     configured = core.configure(core_options(config), config.store, config.audit)
     own = configured.device_config.device_type
     if config.device not in ("auto", own):
-        raise Rejected("device", f"{config.device} is not that of this vLLM, {own}")
+        raise Rejected("device", f"{config.device} is not the device of this vLLM: give {own}")
     attention = profile.attention_of(configured)
     numerics = profile.numeric_profile(configured, attention, threads)
     model = served_model(configured)

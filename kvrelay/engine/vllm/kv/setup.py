@@ -180,7 +180,7 @@ def _check_caches(caches: Sequence[torch.Tensor], shape: PageShape) -> None:
 
 
 def security() -> Security:
-    """The security of this process: a worker's own, in plain vLLM that of the environment."""
+    """The security of this process: set by a worker, in plain vLLM read from ``KVRELAY_*``."""
     found = installed()
     if found is not INSECURE or not any(name.startswith("KVRELAY_") for name in os.environ):
         return found
