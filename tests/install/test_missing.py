@@ -143,6 +143,33 @@ def test_doctor_names_what_a_cluster_lacks(
     assert lines[-1] == "Missing: [router], [store], [worker]."
 
 
+TORCHES = {
+    "works": (
+        "import types; cuda = types.SimpleNamespace(is_available=lambda: False)\n"
+        "version = types.SimpleNamespace(cuda=None)\n",
+        ("absent", "no GPU"),
+    ),
+    "broken": ("raise OSError('libcudart.so: no such file')\n", ("missing", "libcudart.so")),
+}
+
+
+@pytest.mark.parametrize("kind", TORCHES)
+def test_doctor_of_a_client_beside_a_torch(
+    client_only: Installed, tmp_path: Path, kind: str
+) -> None:
+    """Which does not make it a worker: packages that a worker needs are still missing."""
+    text, (state, found) = TORCHES[kind]
+    (tmp_path / "torch.py").write_text(text)
+    words = ("env", f"PYTHONPATH={tmp_path}", client_only.kvrelay, "doctor", "--json")
+    done = client_only.run(*words, cwd=tmp_path)
+    assert "Traceback" not in done.stderr
+    findings = {one["name"]: one for one in json.loads(done.stdout)["findings"]}
+    assert findings["devices"]["state"] == state
+    assert found in findings["devices"]["found"]
+    assert findings["[worker]"]["state"] == "absent"
+    assert done.returncode == (state == "missing")
+
+
 def test_doctor_asked_for_a_vllm_says_what_it_is(client_only: Installed, tmp_path: Path) -> None:
     """It is that of another environment, so nothing of a cluster must be installed here."""
     words = ("doctor", "--json", "--vllm-python", tmp_path / "python")

@@ -164,8 +164,11 @@ def _temporary_directory() -> Diagnosis:
 def _torch() -> Iterator[Diagnosis]:
     if importlib.util.find_spec("torch") is None:
         return
-    import torch
-
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # of a library that it loads
+        yield Diagnosis("devices", "missing", f"torch does not load: {error}", "install it again")
+        return
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count:
         names = ", ".join(torch.cuda.get_device_name(i) for i in range(count))
@@ -175,6 +178,8 @@ def _torch() -> Iterator[Diagnosis]:
         built = torch.version.cuda
         why = f"built for CUDA {built}, no device seen" if built else "built for the CPU only"
         yield Diagnosis("devices", "absent", f"no GPU ({why})", "workers will use the CPU")
+    if missing("worker"):
+        return  # a client beside a torch of other programs
     flash = importlib.util.find_spec("flash_attn") is not None
     means = "used where the native kernel is not"
     if flash:
