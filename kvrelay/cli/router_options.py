@@ -51,6 +51,9 @@ def router_client(address: str) -> Iterator[Client]:
     try:
         with Client(address) as client:
             yield client
+    except Rejected as error:
+        field = "router" if error.field == "address" else error.field  # of the client, as called
+        raise Rejected(field, error.message) from None
     except NothingListens as error:
         up = command("up")
         raise Unavailable(

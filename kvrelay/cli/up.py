@@ -24,7 +24,7 @@ from kvrelay.installation import command
 from kvrelay.model_folder import check_model_folder
 from kvrelay.process.memory import check_fits, host_memory
 from kvrelay.rpc import tracing
-from kvrelay.rpc.address import HTTP_PORT
+from kvrelay.rpc.address import HTTP_PORT, Address
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.credentials import ADMIN_FIRST
 from kvrelay.text.tokenizer import has_tokenizer
@@ -78,6 +78,8 @@ def _check(config: UpConfig) -> None:
         warning = check_fits("store_budget", config.store_budget, host_memory())
         if warning is not None:
             print_err(f"kvrelay up: {warning}")
+    if not config.allow_insecure:
+        policy.load(config).check_listen(Address(config.host, config.port), "host")
     if config.store is not None:
         policy.install(config, ADMIN_FIRST)
         _check_store(config.store)

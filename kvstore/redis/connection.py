@@ -143,4 +143,6 @@ def _mapped_errors(address: Address) -> Iterator[None]:
     except redis.TimeoutError as error:
         raise DeadlineExceeded(f"{address} did not answer in time: {error}") from error
     except (redis.RedisError, OSError) as error:
-        raise Unavailable(f"{address}: {error}") from error
+        refused = isinstance(error.__context__, ConnectionRefusedError)
+        said = f"nothing listens at {address}" if refused else f"{address}: {error}"
+        raise Unavailable(said) from error

@@ -126,6 +126,9 @@ def test_an_unknown_command_is_corrected(capsys: pytest.CaptureFixture[str]) -> 
         (("generate", "a", "--system", "b"), 2, "system: needs --chat"),
         (("generate", "--endpoints", "/no/such"), 1, "cannot read /no/such"),
         (("generate", "a", "--max-tokens", "0"), 2, "max_tokens: 0 (from --max-tokens)"),
+        (("generate", "a", "--router", "foo"), 2, "router: must be HOST:PORT or unix:PATH"),
+        (("replay", "/no/such"), 2, "kvrelay replay: /no/such: No such file or directory"),
+        (("store", "ls", "--store", "redis://127.0.0.1:1"), 1, "nothing listens at 127.0.0.1:1"),
         (("up", "--store", "memory://"), 2, "store: memory:// belongs to one process"),
         (
             ("up", "--store", "kvrelay://h:1,memory://"),
@@ -167,6 +170,7 @@ def _status(argv: Sequence[str]) -> str | int | None:
         (("--store", "127.0.0.1:1"), b"store: '127.0.0.1:1': has none of the schemes"),
         (("--endpoints", "/nonexist/x.json"), b"there is no folder /nonexist"),
         (("--endpoints", str(ROOT)), b"it is a folder"),
+        (("--host", "0.0.0.0"), b"host: 0.0.0.0:0 can be reached by other machines, and the"),
     ],
 )
 def test_up_refuses_before_it_starts(flags: tuple[str, ...], said: bytes) -> None:

@@ -277,7 +277,8 @@ def main(argv: Sequence[str], as_json: bool = False) -> int:
         with open(argv[0], encoding="utf-8", errors="replace") as file:
             done = replay(iter(lambda: file.readline(LONGEST_LINE), ""))
     except (OSError, Rejected) as error:
-        print(f"{argv[0]}: {error}", file=sys.stderr)
+        said = error.strerror if isinstance(error, OSError) else error
+        print(f"kvrelay replay: {argv[0]}: {said}", file=sys.stderr)
         return 2
     print(json.dumps(asdict(done)) if as_json else done)
     return 0 if done.difference is None else 1
