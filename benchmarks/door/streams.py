@@ -1,4 +1,4 @@
-"""Streams through an HTTP door with a time for every event, and what they cost a process."""
+"""Routes to send streams to an engine or through a door, and what one round of a route costs."""
 
 from __future__ import annotations
 
@@ -6,34 +6,109 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import astuple, dataclass, replace
 from statistics import median
+from typing import ClassVar
 from urllib.parse import urlsplit
 
-from benchmarks.cluster.config import RandomPrompts
-from benchmarks.cluster.router_cost import PROMPT_TOKENS, processor_seconds
-from benchmarks.cluster.streams import Burst, Timeline
+from benchmarks.cluster.streams import Burst, Endpoint, Timeline, run
 
 NEW_TOKENS = 64
 VOCABULARY = 256
-BURSTS = 4
 EVENT = b"data: {"
 DONE = b"data: [DONE]"
-Run = Callable[[Sequence[Sequence[int]], int], Burst]
+Prompts = Sequence[Sequence[int]]
+Pairs = Sequence[tuple[float, float]]
+"""Seconds to the first token, and from there to the last one, of each stream."""
+Ask = Callable[[Prompts, int], Pairs]
 
 
-def run_http(url: str, prompts: Sequence[Sequence[int]], count: int) -> Burst:
-    """The events of our door that have tokens: the last one has the finish reason only."""
-    lines = run_events(url, prompts, count).lines
-    return Burst(tuple(replace(line, stamps=line.stamps[:-1]) for line in lines))
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Milliseconds of one round."""
+
+    NAMES: ClassVar = (
+        "first token, added",
+        "a token, added",
+        "a request, processor",
+        "a token, processor",
+    )
+    first: float
+    token: float
+    request_cost: float
+    token_cost: float
+
+    def added(self, engine: Figures) -> tuple[float, ...]:
+        """The four figures of a door, in the order of ``NAMES``."""
+        latency = replace(self, first=self.first - engine.first, token=self.token - engine.token)
+        return astuple(latency)
 
 
-def run_events(url: str, prompts: Sequence[Sequence[int]], count: int) -> Burst:
+@dataclass(frozen=True, slots=True)
+class MeasuredRoute:
+    """To an engine; or through a door, with the process of the door and the engine behind it."""
+
+    name: str
+    ask: Ask
+    pid: int | None = None
+    engine: str = ""
+
+    def measure(self, prompts: Callable[[], Prompts]) -> Figures:
+        """One round: requests of one token, then of ``NEW_TOKENS``."""
+        streams = len(prompts())
+        before = self._spent()
+        self.ask(prompts(), 1)
+        between = self._spent()
+        pairs = self.ask(prompts(), NEW_TOKENS)
+        short, long = (between - before), (self._spent() - between)
+        first, rest = zip(*pairs, strict=True)
+        return Figures(
+            first=median(first) * 1e3,
+            token=median(rest) * 1e3 / (NEW_TOKENS - 1),
+            request_cost=short * 1e3 / streams,
+            token_cost=(long - short) * 1e3 / (NEW_TOKENS - 1) / streams,
+        )
+
+    def _spent(self) -> float:
+        """Processor seconds of the door's process so far."""
+        return 0.0 if self.pid is None else time.clock_gettime(_processor_clock(self.pid))
+
+
+def _processor_clock(pid: int) -> int:
+    """The clock of clock_getcpuclockid(3) on Linux: all threads of a process."""
+    return ~pid << 3 | 2
+
+
+def run_grpc(endpoint: Endpoint, address: str) -> Ask:
+    """To a worker, or through the router's gRPC door."""
+    return lambda prompts, count: _pairs(run(endpoint, address, prompts, count))
+
+
+def run_vllm(url: str) -> Ask:
+    """Through ``vllm serve``: each of its events has a token."""
+    return lambda prompts, count: _pairs(_run_events(url, prompts, count))
+
+
+def run_http(url: str) -> Ask:
+    """Through our HTTP door: its last event has the finish reason only."""
+
+    def ask(prompts: Prompts, count: int) -> Pairs:
+        lines = _run_events(url, prompts, count).lines
+        return _pairs(Burst(tuple(replace(line, stamps=line.stamps[:-1]) for line in lines)))
+
+    return ask
+
+
+def _pairs(burst: Burst) -> Pairs:
+    return [(line.first, line.whole - line.first) for line in burst.lines]
+
+
+def _run_events(url: str, prompts: Prompts, count: int) -> Burst:
     """Send all prompts at once, each on a connection that is open already; stamp each event."""
     return asyncio.run(_burst(url, prompts, count))
 
 
-async def _burst(url: str, prompts: Sequence[Sequence[int]], count: int) -> Burst:
+async def _burst(url: str, prompts: Prompts, count: int) -> Burst:
     split = urlsplit(url)
     opened = [await asyncio.open_connection(split.hostname, split.port) for _ in prompts]
     pairs = zip(opened, prompts, strict=True)
@@ -64,21 +139,3 @@ async def _one(
         before = before[-len(DONE) :] + data
     writer.close()
     return Timeline(sent, tuple(stamps), (), ())
-
-
-def first(burst: Burst) -> float:
-    """The median time to the first token, in seconds."""
-    return median(line.first for line in burst.lines)
-
-
-def token(burst: Burst) -> float:
-    """The median time of a later token."""
-    return median((line.whole - line.first) / max(1, len(line.gaps)) for line in burst.lines)
-
-
-def spent(run: Run, prompts: RandomPrompts, streams: int, count: int, pid: int) -> float:
-    """Milliseconds a stream."""
-    before = processor_seconds(pid)
-    for _ in range(BURSTS):
-        run(prompts.many(streams, PROMPT_TOKENS), count)
-    return (processor_seconds(pid) - before) * 1e3 / (BURSTS * streams)

@@ -1,7 +1,7 @@
 """Life cycle of the HTTP server: bind, serve on this event loop, stop.
 
 uvicorn with httptools: of the servers measured it takes the least processor time for an event of a
-stream. ``benchmarks/door.py`` compares this door with the gRPC one.
+stream. ``benchmarks/door`` compares this door with the gRPC one.
 """
 
 from __future__ import annotations
