@@ -19,16 +19,16 @@ from kvrelay.errors import KvrelayError, Rejected
 from kvrelay.process import logs
 from kvrelay.rpc import tracing
 from kvrelay.rpc.deadline import Deadline
-from kvrelay.rpc.security.identity import caller
+from kvrelay.rpc.security.identity import Tenant, caller
 from kvrelay.rpc.server.errors import Read, reads_late
 from kvrelay.rpc.status import code_of
 from kvrelay.rpc.tracing import Span
 from kvrelay.text.structured import GrammarCompiler
 from kvrelay.text.tokenizer import Tokenizer, eos_token_ids
 from kvrelay.v1 import router_pb2, router_pb2_grpc
-from router.access_log import AccessLine
 from router.config import RouterConfig
 from router.generate.generation import SharedParts
+from router.generate.record import Door, RequestRecord
 from router.generate.request import (
     InboundCall,
     build,
@@ -119,16 +119,42 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
 
         headers = tracing.headers_of(context)
         about = {"rpc.system.name": "grpc", "rpc.method": GENERATE}
-        with tracing.serving(GENERATE, headers, about) as span:
-            call = InboundCall(caller().tenant, deadline, receive, peer=context.peer(), span=span)
-            async with aclosing(self.serve(call)) as responses:
+        tenant = caller().tenant
+        with (
+            tracing.serving(GENERATE, headers, about) as span,
+            self.counted(tenant, "grpc", context.peer()) as record,
+        ):
+            call = InboundCall(tenant, deadline, receive, span=span)
+            async with aclosing(self.serve(call, record)) as responses:
                 async for response in responses:
                     yield response
 
-    async def serve(self, call: InboundCall) -> AsyncGenerator[router_pb2.GenerateResponse]:
-        """The responses to one call, of whichever door; closing the stream cancels its work."""
-        line = AccessLine(call) if self.config.access_log else None
-        with self._counted(line), call.span.child("generate") as span:
+    @contextmanager
+    def counted(self, tenant: Tenant, door: Door, peer: str) -> Iterator[RequestRecord]:
+        """One request of a client: it counts once, by how it ended, and has one access line."""
+        record, ended = RequestRecord(tenant, door, peer), "cancelled"
+        try:
+            yield record
+            ended = "finished" if record.error is None else _name_of(record.error)
+        except KvrelayError as error:
+            ended = _name_of(error)
+            raise
+        except Exception:
+            ended = "internal"
+            raise
+        finally:
+            self.ended[ended] += 1
+            if self.config.access_log:
+                record.write(ended)
+
+    async def serve(
+        self, call: InboundCall, record: RequestRecord
+    ) -> AsyncGenerator[router_pb2.GenerateResponse]:
+        """The responses to one call, of whichever door; closing the stream cancels its work.
+
+        ``record`` is that of the client's request.
+        """
+        with call.span.child("generate") as span:
             call.deadline.check("to begin")
             with self.quotas.hold(call.tenant) as hold, ExitStack() as places:
                 places.enter_context(self.gate.entered(call.tenant))
@@ -137,17 +163,18 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 for _ in range(1, samples.places):
                     places.enter_context(self.gate.entered(call.tenant))
                 times = RequestTimes(self.latency, samples.request, resumed=samples.resumed)
-                answer = AnswerSpan(span)
+                answer, goes_out = AnswerSpan(span), not samples.request.regenerates
                 async with aclosing(self._hinted(samples)) as responses:
                     async for response in responses:
                         hold.used += len(response.tokens)
-                        if line is not None:
-                            line.take(response)
                         if span.on:
                             answer.take(response)
-                        self._count(response, times.take(response))
+                        if goes_out:
+                            record.take(response)
+                            self._count(response, times.take(response))
                         yield response
-                times.finished()
+                if goes_out:
+                    times.finished()
 
     async def Announce(
         self,
@@ -186,7 +213,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         """The samples of a request, charged to its tenant; raises if the request is refused."""
         tenant, deadline, placer = call.tenant, call.deadline, self.placer
         async with self._received(call) as inbound:
-            received_at, message = time.monotonic(), inbound.message
+            message = inbound.message
             if message.request_id:
                 check_request_id(message.request_id)
                 logs.serves(message.request_id)
@@ -205,10 +232,17 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 message.max_tokens = most_tokens(len(prompt), longest(workers), tenant, count)
                 check_envelope(message, self.config.model_name)
             tenant = salted(tenant, inbound.cache_salt)
-            request = build(message, prompt, words, info, deadline, tenant, received_at)
+            request = build(message, prompt, words, info, deadline, tenant)
             logs.serves(request.id)
             start = self._reasoning.start(message, prompt)
-            request = replace(request, tools=tools, reasoning=start, span=span)
+            request = replace(
+                request,
+                received_at=inbound.received_at,
+                regenerates=inbound.regenerates,
+                tools=tools,
+                reasoning=start,
+                span=span,
+            )
             if span.on:
                 note_request(span, message, request, self.config.model_name)
             constrain(request.sampling, tools, start)
@@ -282,19 +316,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         totals.prompt_tokens += response.usage.prompt_tokens
         totals.cached_prompt_tokens += response.usage.cached_prompt_tokens
 
-    @contextmanager
-    def _counted(self, line: AccessLine | None) -> Iterator[None]:
-        ended = "cancelled"
-        try:
-            yield
-            ended = "finished"
-        except KvrelayError as error:
-            ended = code_of(error).name.lower()
-            raise
-        except Exception:
-            ended = "internal"
-            raise
-        finally:
-            self.ended[ended] += 1
-            if line is not None:
-                line.write(ended)
+
+def _name_of(error: KvrelayError) -> str:
+    """How a request ended that this error ended."""
+    return code_of(error).name.lower()

@@ -8,7 +8,6 @@ import secrets
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
 
 import xxhash
 
@@ -27,7 +26,6 @@ from router.workers.fleet import same_but_numerics, weights_of
 
 MAX_REQUEST_ID_CHARS = 128
 NO_TENANT = Tenant()
-Door: TypeAlias = Literal["grpc", "http"]
 MAX_MESSAGES = 4096
 OTHER_PROMPT = (
     "the stream began with other prompt tokens: the tokenizer, the chat template or the date in the"
@@ -50,7 +48,8 @@ class AcceptedRequest:
 
     ``prompt_hash`` is sent to the client, which sends it back to resume.
     ``received_at`` is a time of ``time.monotonic``. ``samples``: what the client has of each, if
-    there are several; ``split`` makes a request of each, whose index is ``sample``.
+    there are several; ``split`` makes a request of each, whose index is ``sample``. One that
+    ``regenerates`` makes again what its client has: nothing of it goes out.
     """
 
     id: str
@@ -64,6 +63,7 @@ class AcceptedRequest:
     priority: int = 0
     prompt_hash: int = 0
     received_at: float = 0.0
+    regenerates: bool = False
     sample: int = 0
     samples: tuple[ReceivedSample, ...] = ()
     retention: router_pb2.Retention.ValueType = router_pb2.RETENTION_UNSPECIFIED
@@ -98,16 +98,13 @@ class InboundCall:
 
     ``read`` receives the message, when there is memory for it. A call that is ``counted`` needs
     none: its message is part of one that is being received. ``accepted`` is set when the request
-    has passed every check. ``peer``: the client's address. ``span``: the span of the HTTP or gRPC
-    request.
+    has passed every check. ``span``: the span of the HTTP or gRPC request.
     """
 
     tenant: Tenant
     deadline: Deadline
     read: Read
     counted: bool = False
-    door: Door = "grpc"
-    peer: str = ""
     span: Span = OFF
     accepted: asyncio.Future[AcceptedRequest] = field(default_factory=asyncio.Future)
 
@@ -257,7 +254,6 @@ def build(
     info: worker_pb2.WorkerInfo,
     deadline: Deadline,
     tenant: Tenant,
-    received_at: float,
 ) -> AcceptedRequest:
     """The request, after the checks that need to know what the fleet serves.
 
@@ -295,7 +291,6 @@ def build(
         tenant=tenant,
         priority=message.priority,
         prompt_hash=prompt_hash,
-        received_at=received_at,
         samples=_received(message),
         retention=message.retention,
     )

@@ -40,7 +40,7 @@ class Access:
         if found is None and not known.open:
             raise _unauthorized()
         if found is not None and found.kind is CallerKind.METRICS:
-            raise HttpRefusal(403, "forbidden", "this token only reads metrics pages")
+            raise HttpRefusal(403, "forbidden", HEADER, "this token only reads metrics pages")
         if found is not None and found.kind is not CallerKind.CLIENT:
             yield found
             return
@@ -60,7 +60,7 @@ class Access:
         if found is None:
             raise _unauthorized()
         if found.kind is CallerKind.CLIENT:
-            raise HttpRefusal(403, "forbidden", "a tenant may not read this page")
+            raise HttpRefusal(403, "forbidden", HEADER, "a tenant may not read this page")
 
 
 def _identify(known: Credentials, headers: Mapping[str, str]) -> Caller | None:
@@ -74,6 +74,7 @@ def _unauthorized() -> HttpRefusal:
     return HttpRefusal(
         401,
         "invalid_api_key",
+        HEADER,
         "no API key that this server knows: send `Authorization: Bearer KEY` with your token",
         ((b"www-authenticate", b"Bearer"),),
     )

@@ -68,16 +68,20 @@ class _Generate:
         self._path = CHAT if chat else COMPLETIONS
 
     async def __call__(self, exchange: Exchange) -> None:
-        with self._access.admitted(exchange.headers) as caller:
+        with (
+            self._access.admitted(exchange.headers) as caller,
+            self._backend.counted(caller.tenant, "http", exchange.peer) as record,
+        ):
             exchange.check()
             async with exchange.attended():
                 about = {"http.request.method": "POST", "url.path": self._path}
                 headers = exchange.headers.items()
                 with tracing.serving(f"POST {self._path}", headers, about) as span:
-                    request = HttpRequest(self._backend, self._chat, exchange, caller.tenant, span)
+                    request = HttpRequest(self._backend, self._chat, exchange, record, span)
                     try:
                         await request.serve()
                     except KvrelayError as error:
+                        record.error = error
                         span.fail(error)
                         await exchange.fail(error)
                     finally:
@@ -140,7 +144,7 @@ async def _refused(request: Request, error: Exception) -> Response:
     path, method = request.url.path, request.method
     what = f"no page {path!r:.200}" if error.status_code == 404 else f"{method} {path!r:.200}"
     code = "method_not_supported" if error.status_code == 405 else "not_found"
-    refusal = HttpRefusal(error.status_code, code, f"{what}: {error.detail}")
+    refusal = HttpRefusal(error.status_code, code, what, error.detail)
     known = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers.raw}
     response = JSONResponse(body_of(refusal), error.status_code, headers=error.headers)
     response.raw_headers.extend(identifying(known, request_id_of(known)))

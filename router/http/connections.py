@@ -216,7 +216,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._requests:  # it would be sent in the middle of another response
             self.transport.close()
             return
-        refused = self._refused or HttpRefusal(400, "bad_request", f"request: {msg}")
+        refused = self._refused or HttpRefusal(400, "bad_request", "request", msg)
         content = json.dumps(body_of(refused)).encode()
         head = STATUS_LINE[refused.status] + (
             b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
@@ -288,8 +288,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _late(self) -> None:
         self._head_timer = None
-        message = f"request: no whole head within {self.table.limits.head_seconds:g} s"
-        self._refused = HttpRefusal(408, "request_timeout", message)
+        message = f"no whole head within {self.table.limits.head_seconds:g} s"
+        self._refused = HttpRefusal(408, "request_timeout", "request", message)
         self.send_400_response(message)
         self.transport.close()  # everything was read
 
@@ -297,6 +297,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes += size
         limit = self.table.limits.head_bytes
         if self._head_bytes > limit:
-            message = f"request: its head exceeds {limit} bytes"
-            self._refused = HttpRefusal(431, "head_too_large", message)
+            message = f"its head exceeds {limit} bytes"
+            self._refused = HttpRefusal(431, "head_too_large", "request", message)
             raise self._refused

@@ -33,11 +33,16 @@ SERVER_ERRORS = 500
 MAX_CHARS = 1000  # of a message: it may quote what the client sent
 
 
-class HttpRefusal(KvrelayError):
-    """A request that HTTP itself refuses, with its status; ``code`` as OpenAI's clients know it."""
+class HttpRefusal(Rejected):
+    """A request that HTTP itself refuses, with its status; ``code`` as OpenAI's clients know it.
 
-    def __init__(self, status: int, code: str, message: str, headers: Headers = ()) -> None:
-        super().__init__(message)
+    ``field`` is none of the body's, so ``param`` does not name it.
+    """
+
+    def __init__(
+        self, status: int, code: str, field: str, message: str, headers: Headers = ()
+    ) -> None:
+        super().__init__(field, message)
         self.status = status
         self.code = code
         self.headers = headers
@@ -60,7 +65,7 @@ def headers_of(error: KvrelayError) -> Headers:
 def body_of(error: KvrelayError) -> ErrorBody:
     """The body: what failed, the field under its name in the request, and whose fault it is."""
     status, param, message = status_of(error), None, str(error)
-    if isinstance(error, Rejected | Mismatch):
+    if isinstance(error, Rejected | Mismatch) and not isinstance(error, HttpRefusal):
         param = name_of(error.field)
         message = f"{param}: {error.message}"
     kind = "server_error" if status >= SERVER_ERRORS else TYPES.get(status, "invalid_request_error")

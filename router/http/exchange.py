@@ -76,7 +76,7 @@ def identifying(headers: Mapping[str, str], request_id: str) -> Headers:
     return own
 
 
-class Disconnected(Exception):
+class Disconnected(asyncio.CancelledError):
     """The client has left, or reads nothing: there is no response to send."""
 
 
@@ -119,7 +119,8 @@ class Exchange:
             raise HttpRefusal(
                 415,
                 "unsupported_media_type",
-                f"content-encoding: {encoding!r:.80} is not served: send the body as it is",
+                "content-encoding",
+                f"{encoding!r:.80} is not served: send the body as it is",
             )
         length = self.headers.get("content-length", "0")
         if length.isascii() and length.isdigit() and int(length[:20]) > self._limits.body_bytes:
@@ -129,7 +130,8 @@ class Exchange:
             raise HttpRefusal(
                 415,
                 "unsupported_media_type",
-                f"content-type: must be application/json, got {kind!r:.80}",
+                "content-type",
+                f"must be application/json, got {kind!r:.80}",
             )
 
     @asynccontextmanager
@@ -189,7 +191,7 @@ class Exchange:
                 await part.wait()
         except TimeoutError:
             raise HttpRefusal(
-                408, "request_timeout", f"body: it did not arrive within {seconds:g} s"
+                408, "request_timeout", "body", f"it did not arrive within {seconds:g} s"
             ) from None
 
     async def reply(self, value: JsonObject, status: int = 200, headers: Headers = ()) -> None:
@@ -328,5 +330,8 @@ class Exchange:
 
     def _too_large(self) -> HttpRefusal:
         return HttpRefusal(
-            413, "request_too_large", f"body: more than {self._limits.body_bytes} bytes: send less"
+            413,
+            "request_too_large",
+            "body",
+            f"more than {self._limits.body_bytes} bytes: send less",
         )

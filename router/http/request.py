@@ -11,7 +11,7 @@ import secrets
 import time
 from array import array
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
 from typing import Protocol
 
@@ -26,6 +26,7 @@ from kvrelay.structured import FIELD as STRUCTURED
 from kvrelay.text.tokenizer import NoTokenizer, Tokenizer
 from kvrelay.v1 import router_pb2, types_pb2
 from router.config import RouterConfig
+from router.generate.record import Door, RequestRecord
 from router.generate.request import OTHER_PROMPT, AcceptedRequest, InboundCall
 from router.http.answer import Answer
 from router.http.ask import AnswerForm, Ask, constraint_name, read_ask
@@ -62,7 +63,11 @@ class Backend(Protocol):
     registry: Registry
     placer: Placer
 
-    def serve(self, call: InboundCall) -> Responses: ...
+    def counted(
+        self, tenant: Tenant, door: Door, peer: str
+    ) -> AbstractContextManager[RequestRecord]: ...
+
+    def serve(self, call: InboundCall, record: RequestRecord) -> Responses: ...
 
     async def tokenize(self, call: InboundCall) -> tuple[int, ...]: ...
 
@@ -78,13 +83,19 @@ class HttpRequest:
     """
 
     def __init__(
-        self, backend: Backend, chat: bool, exchange: Exchange, tenant: Tenant, span: Span = OFF
+        self,
+        backend: Backend,
+        chat: bool,
+        exchange: Exchange,
+        record: RequestRecord,
+        span: Span = OFF,
     ) -> None:
         self._backend = backend
         self._span = span
         self._chat = chat
         self._exchange = exchange
-        self._tenant = tenant
+        self._record = record
+        self._tenant = record.tenant
         self._deadline = Deadline.after(backend.config.timeout)
         self._group = asyncio.TaskGroup()
         self._in_turn = asyncio.Lock()  # several prompts write to one stream
@@ -118,8 +129,7 @@ class HttpRequest:
             await self._exchange.reply(answer.whole())
 
     def _call(self, read: Read, counted: bool = False) -> InboundCall:
-        peer = self._exchange.peer
-        return InboundCall(self._tenant, self._deadline, read, counted, "http", peer, self._span)
+        return InboundCall(self._tenant, self._deadline, read, counted, self._span)
 
     def _accepted(self) -> None:
         """A stream shows that it lives: at once, unless the tokens so far can still mismatch."""
@@ -147,8 +157,15 @@ class HttpRequest:
             self._echoes = [message.prompt for message in ask.messages]
         if self._resumption is not None:
             self._messages = list(ask.messages)
+        regenerates = self._resumption is not None and not self._kept
         first, *others = [
-            Inbound(message=one, fills=ask.fills, cache_salt=ask.cache_salt) for one in ask.messages
+            Inbound(
+                message=one,
+                fills=ask.fills,
+                cache_salt=ask.cache_salt,
+                regenerates=regenerates,
+            )
+            for one in ask.messages
         ]
         for index, inbound in enumerate(others, 1):
             self._calls.append(self._call(_reading(inbound), counted=True))
@@ -177,7 +194,7 @@ class HttpRequest:
     async def _serve_prompt(self, index: int) -> None:
         call = self._calls[index]
         resumed = HEADER in self._exchange.headers
-        opened = self._continued(index) if resumed else self._backend.serve(call)
+        opened = self._continued(index) if resumed else self._backend.serve(call, self._record)
         try:
             async with aclosing(opened) as responses:
                 async for response in responses:
@@ -220,7 +237,8 @@ class HttpRequest:
 
     async def _continued(self, index: int) -> Responses:
         """The responses of a prompt after the position of the client."""
-        async with aclosing(self._backend.serve(self._calls[index])) as responses:
+        call, serve = self._calls[index], self._backend.serve
+        async with aclosing(serve(call, self._record)) as responses:
             outputs: list[list[int]] = []
             async for response in responses:
                 if self._kept:  # the client has sent what it has
@@ -239,9 +257,13 @@ class HttpRequest:
         outputs = [tokens[: at.tokens] for tokens, at in zip(outputs, positions, strict=True)]
         set_outputs(message, outputs, positions)
         self._outputs.update(enumerate(outputs, begin))
-        inbound = Inbound(message=message, cache_salt=self._cache_salt)
+        inbound = Inbound(
+            message=message,
+            cache_salt=self._cache_salt,
+            received_at=call.accepted.result().received_at,
+        )
         again = self._call(_reading(inbound))
-        async with aclosing(self._backend.serve(again)) as responses:
+        async with aclosing(serve(again, self._record)) as responses:
             async for response in responses:
                 yield response
 

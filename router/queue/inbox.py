@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvrelay.errors import DeadlineExceeded
@@ -24,12 +25,15 @@ class Inbound:
     """A message, and what the door adds to it.
 
     ``fills``: ``max_tokens`` becomes as many as the largest worker holds. ``cache_salt``: only
-    requests of the tenant with the same one share cached blocks.
+    requests of the tenant with the same one share cached blocks. ``regenerates``: the client has
+    what is asked for up to a place. ``received_at``: when its request was, by ``time.monotonic``.
     """
 
     message: router_pb2.GenerateRequest
     fills: bool = False
     cache_salt: str = ""
+    regenerates: bool = False
+    received_at: float = field(default_factory=time.monotonic)
 
 
 Read: TypeAlias = Callable[[], Awaitable[Inbound]]

@@ -76,7 +76,9 @@ async def test_how_it_ended(stream: io.StringIO) -> None:
     async with doors(asyncio.Semaphore(2)) as (router, client):
         with pytest.raises(grpc.aio.AioRpcError):
             await router.generate(named("refused", 100_000))
-        assert (await client.post("/v1/completions", content=b"{")).status_code == 415
+        no_kind = {"x-request-id": "no-kind"}
+        untyped = await client.post("/v1/completions", content=b"{", headers=no_kind)
+        assert untyped.status_code == 415
         json_body = {"content-type": "application/json", "x-request-id": "no-json"}
         wrong = await client.post("/v1/completions", content=b"{", headers=json_body)
         assert wrong.status_code == 400
@@ -84,12 +86,13 @@ async def test_how_it_ended(stream: io.StringIO) -> None:
         await call.read()
         call.cancel()
         for _ in range(2000):
-            if len(lines_of(stream)) == 3:
+            if len(lines_of(stream)) == 4:
                 break
             await asyncio.sleep(0.01)
     ends = {str(line["request_id"]): line for line in lines_of(stream)}
     assert {name: line["ended"] for name, line in ends.items()} == {
         "refused": "invalid_argument",
+        "no-kind": "invalid_argument",
         "no-json": "invalid_argument",
         "left": "cancelled",
     }

@@ -1,4 +1,4 @@
-"""One line for each request at its end: who asked at which door, how it ended, tokens and times.
+"""What one request of a client got and how it ended, whatever it was made of; the access log.
 
 No text and no token of a request is written.
 """
@@ -7,24 +7,35 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Literal, TypeAlias
 
+from kvrelay.errors import KvrelayError
 from kvrelay.process import logs
+from kvrelay.rpc.security.identity import Tenant
 from kvrelay.v1 import router_pb2
-from router.generate.request import InboundCall
+
+Door: TypeAlias = Literal["grpc", "http"]
 
 log = logging.getLogger("kvrelay.access")
 log.setLevel(logging.INFO)  # written at any --log-level
 
 
-class AccessLine:
-    """What is known of one call; ``write`` it once."""
+class RequestRecord:
+    """One call of ``Generate``, or one HTTP request with all its prompts. ``peer``: the client's
+    address. ``error``: the one that was sent to it.
+    """
 
-    def __init__(self, call: InboundCall) -> None:
-        self._call = call
+    def __init__(self, tenant: Tenant, door: Door, peer: str) -> None:
+        self.tenant = tenant
+        self.error: KvrelayError | None = None
+        self._door = door
+        self._peer = peer
         self._since = time.monotonic()
         self._first: float | None = None
         self._tokens = 0
-        self._usage = router_pb2.GenerateResponse().usage
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self._legs = 0
 
     def take(self, response: router_pb2.GenerateResponse) -> None:
         """A response that goes to the client."""
@@ -32,22 +43,23 @@ class AccessLine:
             self._first = time.monotonic() - self._since
         self._tokens += len(response.tokens)
         if response.HasField("usage"):
-            self._usage = response.usage
+            self._prompt_tokens += response.usage.prompt_tokens
+            self._cached_tokens += response.usage.cached_prompt_tokens
+            self._legs += len(response.usage.legs)
 
     def write(self, ended: str) -> None:
-        """The line: ``ended`` is "finished", "cancelled", or the status of the error."""
-        call, usage = self._call, self._usage
+        """Log the line: ``ended`` is "finished", "cancelled", or the status of the error."""
         fields: dict[str, object] = {
-            "door": call.door,
-            "peer": call.peer,
-            "tenant": call.tenant.name,
+            "door": self._door,
+            "peer": self._peer,
+            "tenant": self.tenant.name,
             "ended": ended,
             "seconds": round(time.monotonic() - self._since, 4),
             "first_token_seconds": None if self._first is None else round(self._first, 4),
-            "prompt_tokens": usage.prompt_tokens,
-            "cached_prompt_tokens": usage.cached_prompt_tokens,
+            "prompt_tokens": self._prompt_tokens,
+            "cached_prompt_tokens": self._cached_tokens,
             "completion_tokens": self._tokens,
-            "legs": len(usage.legs),
+            "legs": self._legs,
         }
         request_id = logs.served()
         shown = " ".join(f"{name}={_shown(value)}" for name, value in fields.items())
