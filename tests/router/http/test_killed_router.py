@@ -1,5 +1,6 @@
 """Real processes: the router is killed in the middle of streams, which go on with the same bytes.
 
+So is the decode worker of several prompts: their client does not notice.
 ``follow`` of the rig is all that a client needs beside an HTTP library: it remembers the id of the
 last event and sends the same request again with it.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,11 +20,16 @@ from benchmarks.random_model import make_model
 from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.process import RestartBackoff
 from kvrelay.cluster.supervisor import Cluster
+from router.generate.retry import SERVED_WELL
 from tests.router.http.rig import follow
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 TOKENS = 1500  # many more than a client can be behind when it kills, on a machine with other work
-KILL_AT = (3, 40, 90)  # events of the first stream
+KILL_AT = {
+    "router": (3, 40, 90),  # events of the stream
+    # Tokens of the choice that has fewest: after so many a death is not laid to the request.
+    "decode": (SERVED_WELL + 8, SERVED_WELL + 200),
+}
 TALK = [{"role": "user", "content": "Hi"}]
 MANY = {"type": "array", "items": {"type": "integer"}, "minItems": 900}
 SCHEMA = {"type": "object", "properties": {"numbers": MANY}, "required": ["numbers"]}
@@ -75,6 +82,12 @@ def content(data: list[str]) -> list[Choice]:
     return [found[index] for index in sorted(found)]
 
 
+def lengths(data: str) -> dict[int, int]:
+    """How many tokens an event has of each choice."""
+    choices = [] if data == "[DONE]" else json.loads(data)["choices"]
+    return {choice["index"]: len(choice.get("token_ids") or ()) for choice in choices}
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_streams_survive_the_death_of_the_router(
     cluster: Cluster, temperature: float
@@ -108,21 +121,47 @@ async def test_so_do_those_of_chats(cluster: Cluster, kind: str) -> None:
     assert bool(whole[0][3]) == (kind == "choices")
 
 
-async def check_killed(cluster: Cluster, page: str, body: dict[str, object]) -> list[Choice]:
-    """A stream whose router is killed three times has the content of an undisturbed one."""
+@pytest.mark.parametrize("role", KILL_AT)
+async def test_so_do_those_of_two_samples_of_two_prompts(cluster: Cluster, role: str) -> None:
+    body = {
+        "prompt": ["Once upon a time there was", list(range(40, 90))],
+        "n": 2,
+        "max_tokens": TOKENS,
+        "seed": 13,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    whole = await check_killed(cluster, "/v1/completions", body, role)
+    assert [len(tokens) for _, _, tokens, _, _ in whole] == [TOKENS] * 4
+    assert len({tuple(tokens) for _, _, tokens, _, _ in whole}) == 4
+
+
+async def check_killed(
+    cluster: Cluster, page: str, body: dict[str, object], role: str = "router"
+) -> list[Choice]:
+    """A stream whose router or worker is killed again and again has the content of an undisturbed
+    one.
+    """
+    kill_at, breaks = KILL_AT[role], role == "router"
     async with httpx2.AsyncClient(base_url=cluster.http or "", timeout=60) as client:
         whole = content([data async for data in follow(client, page, body, [])])
         seen: list[str] = []
         broken: list[str] = []
         killed = 0
+        received = Counter[int](dict.fromkeys(range(len(whole)), 0))
         async with asyncio.timeout(150):
             async for data in follow(client, page, body, broken):
                 seen.append(data)
-                noticed = len(broken) == killed  # events sent before a kill still arrive after it
-                if noticed and killed < len(KILL_AT) and len(seen) >= KILL_AT[killed]:
-                    cluster.kill("router")
+                received.update(lengths(data))
+                if killed == len(kill_at) or (breaks and len(broken) < killed):
+                    continue  # events sent before a kill still arrive after it
+                if (len(seen) if breaks else min(received.values())) >= kill_at[killed]:
+                    cluster.kill(role)
                     killed += 1
-        assert len(broken) == killed == len(KILL_AT)
+        assert killed == len(kill_at)
+        assert len(broken) == killed * breaks
         assert content(seen) == whole
         assert len({json.loads(data)["id"] for data in seen if data != "[DONE]"}) == 1
     return whole
