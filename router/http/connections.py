@@ -103,6 +103,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self.host = ""
         self._head_bytes = 0
+        self._heads = 0  # that were read
         self._in_head = True
         self._unread = 0
         self._discards = False  # the last response was sent
@@ -139,10 +140,10 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._discards:
             self._discard(len(data))
             return
-        began_in_head = self._in_head
+        began_in_head, heads = self._in_head, self._heads
         try:
             self.parser.feed_data(data)
-            if began_in_head and self._in_head:
+            if began_in_head and self._in_head and self._heads == heads:
                 self._count(len(data))
         except (httptools.HttpParserError, HttpRefusal):
             self.send_400_response("Invalid HTTP request received.")
@@ -187,6 +188,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        self._heads += 1
         self._end_head()
         self._unset_keepalive_if_required()
         if self.parser.should_upgrade():

@@ -115,6 +115,23 @@ async def test_a_connection_that_sends_a_little_after_its_answer_is_idle(
         writer.close()
 
 
+async def test_many_requests_sent_at_once_are_all_answered() -> None:
+    """Their heads are larger than one may be, and the last one is cut."""
+    head = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+    async with bounded(head_bytes=1024) as (_, client, _):
+        reader, writer = await raw(client)
+        writer.write((head + b"\r\n") * 99 + head)
+        await writer.drain()
+        async with asyncio.timeout(20):
+            for count in range(100):
+                if count == 99:
+                    writer.write(b"connection: close\r\n\r\n")
+                answered = await reader.readuntil(b'{"status":"ok"}')
+                assert answered.startswith(b"HTTP/1.1 200"), count
+            assert not await reader.read()
+        writer.close()
+
+
 async def test_rubbish_behind_a_request_is_not_answered_within_its_stream() -> None:
     async with door() as (_, client):
         reader, writer = await raw(client)
