@@ -69,6 +69,28 @@ def test_no_request_starves_and_little_is_computed_again(group: int) -> None:
     assert preempted > 20
 
 
+def test_the_most_repeated_work_that_a_search_found_is_bounded() -> None:
+    """Hill climbing over 19,000 loads: 15 requests, mostly of 11 + 56, over 37 blocks of 2."""
+    arrivals = [19, 21, 24, 34, 37, 48, 60, 62, 64, 65, 71, 89, 92, 93, 94]
+    jobs = [Job(11, 64, 56)] * 15
+    jobs[1], jobs[2], jobs[6], jobs[14] = (
+        Job(51, 16, 10),
+        Job(3, 16, 5),
+        Job(11, 58, 57),
+        Job(11, 53, 12),
+    )
+    ideal = sum(job.ideal for job in jobs)
+    for headroom, most in ((0, 1.62), (1, 1.52)):
+        done = run(jobs, EngineLimits(37, 2, 9999, 16, 36, headroom), arrivals)
+        print(done.computed / ideal, done.preemptions)
+        assert done.preemptions >= 20
+        assert done.computed <= most * ideal
+        serial = 0
+        for arrived, job, ended in zip(arrivals, jobs, done.ended, strict=True):
+            serial = max(serial, arrived) - (-job.prompt // 21) + job.stop
+            assert ended <= serial
+
+
 def test_a_preempted_request_returns_as_soon_as_its_length_fits() -> None:
     """It may grow to the whole pool. It returns when the second ends, long before the first."""
     bench = Bench(limits(17, 4, headroom=0))
