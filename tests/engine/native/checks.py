@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from kvrelay.engine.attention.native.build import PLAIN
-from kvrelay.engine.attention.native.library import Function, entry_of, load_object
+from kvrelay.engine.attention.native.library import Function, definition, entry_of, runs
 from kvrelay.engine.attention.native.self_test import differs
 from tests.engine.native.rig import Drawn, Problem, Span, Team, attend, draw, pieces, reference
 
@@ -30,9 +29,8 @@ def same(got: torch.Tensor, want: torch.Tensor) -> bool:
     return torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
 
 
-def check_random(function: Function, seed: int, cases: int) -> None:
+def check_random(function: Function, oracle: Function, seed: int, cases: int) -> None:
     """Random problems: as in float64, as the plain object, however cut, whatever is beside."""
-    oracle = load_object(PLAIN)
     for case in range(cases):
         rng = random.Random(f"{seed} {case}")
         drawn = draw(rng)
@@ -136,7 +134,7 @@ def check_long(function: Function) -> None:
             assert team.sizes == [threads, threads]
 
 
-def check_isolation(function: Function) -> None:
+def check_isolation(function: Function, oracle: Function) -> None:
     """A NaN or an infinity reaches the rows that see it, and no bit of another."""
     generator = torch.Generator().manual_seed(9)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -147,13 +145,34 @@ def check_isolation(function: Function) -> None:
             problem = Problem(pool, 2, 0.2, window=window)
             clean = attend(function, problem, [(0, 90, table)], query)
             for bad in (torch.nan, torch.inf):
+                _check_spoilt_query(function, problem, query, clean, table, bad)
                 for at in (0, 31, 32, 64, 88):
                     for part in (0, 1):
-                        _check_spoilt(function, problem, query, clean, table, at, part, bad)
+                        _check_spoilt(function, oracle, problem, query, clean, table, at, part, bad)
+
+
+def _check_spoilt_query(
+    function: Function,
+    problem: Problem,
+    query: torch.Tensor,
+    clean: torch.Tensor,
+    table: list[int],
+    bad: float,
+) -> None:
+    """Q of one row is no number."""
+    spoilt = query.clone()
+    spoilt[40, 2] = bad
+    got = attend(function, problem, [(0, 90, table)], spoilt)
+    told = f"{query.dtype} window {problem.window}: {bad} in Q"
+    assert bool(got[40, 2].isnan().all()), told
+    others = torch.ones(90, 4, dtype=torch.bool)
+    others[40, 2] = False
+    assert same(got[others], clean[others]), told
 
 
 def _check_spoilt(
     function: Function,
+    oracle: Function,
     problem: Problem,
     query: torch.Tensor,
     clean: torch.Tensor,
@@ -178,8 +197,8 @@ def _check_spoilt(
             assert same(spoilt[:, :, others], clean[:, :, others]), told
     rows = [31, 32, 70]
     spans = [(row, 1, table) for row in rows]
-    oracle = attend(load_object(PLAIN), replace(problem, pool=pool), spans, query[rows])
-    assert same(spoilt[rows], oracle), told
+    wanted = attend(oracle, replace(problem, pool=pool), spans, query[rows])
+    assert same(spoilt[rows], wanted), told
 
 
 def check_store(function: Function) -> None:
@@ -216,10 +235,9 @@ def check_tiny_calls_stay_in_one_thread(function: Function) -> None:
     assert team.sizes == []
 
 
-def check_order(function: Function) -> None:
+def check_order(function: Function, oracle: Function) -> None:
     """Sums whose terms cancel are nothing but their rounding, so any other order shows."""
     generator = torch.Generator().manual_seed(2)
-    oracle = load_object(PLAIN)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         shape = (8, 1, 2, 16, 2, 64)
         sizes = torch.randint(-10, 11, shape, generator=generator).double().exp2()
@@ -234,7 +252,7 @@ def check_order(function: Function) -> None:
             span = (127, 1, [4, 2, 0, 1, 7, 6, 3, 5])
             got = attend(function, problem, [span], query)
             assert same(got, attend(oracle, problem, [span], query)), (dtype, scale)
-            assert got.count_nonzero() > 200, (dtype, scale)
+            assert got.count_nonzero() > got.numel() / 2, (dtype, scale)
 
 
 def check_far(function: Function) -> None:
@@ -258,18 +276,20 @@ def check_far(function: Function) -> None:
         assert same(pool[3, 0, :, 5], torch.cat(new))
 
 
-def everything(function: Function, seed: int, cases: int) -> None:
+def everything(function: Function, oracle: Function, seed: int, cases: int) -> None:
     """All checks, the quick ones first."""
-    difference = differs(function, load_object(PLAIN))
+    difference = differs(function, oracle)
     assert difference is None, difference
     check_tiny_calls_stay_in_one_thread(function)
     check_far(function)
-    check_order(function)
+    check_order(function, oracle)
     check_store(function)
-    check_isolation(function)
+    check_isolation(function, oracle)
     check_long(function)
-    check_random(function, seed, cases)
+    check_random(function, oracle, seed, cases)
 
 
 if __name__ == "__main__":
-    everything(entry_of(ctypes.CDLL(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]))
+    path, variant, seed, cases = sys.argv[1:]
+    assert runs(variant)
+    everything(entry_of(ctypes.CDLL(path)), definition(variant), int(seed), int(cases))

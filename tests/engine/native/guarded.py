@@ -12,7 +12,7 @@ import sys
 import torch
 
 from kvrelay.engine.attention.native.arguments import KINDS
-from kvrelay.engine.attention.native.library import Function, entry_of
+from kvrelay.engine.attention.native.library import Function, entry_of, tiles_refused
 from kvrelay.engine.attention.native.rows import RowFunctions, row_functions
 from tests.engine.native.rig import Problem, attend
 
@@ -97,6 +97,7 @@ def run_rows(functions: RowFunctions, dtype: torch.dtype, width: int) -> None:
 
 def main(path: str) -> None:
     """All dtypes, widths with and without a rest, and windows."""
+    tiles_refused()  # or not: objects with AMX may use them from now on
     library = ctypes.CDLL(path)
     function, rows = entry_of(library), row_functions(library)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

@@ -281,10 +281,10 @@ def test_a_compiler_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_objects_of_other_sources_are_removed(compiled: None, tmp_path: Path) -> None:
-    for variant in build.objects():
+    for variant in build.variants():
         (tmp_path / build.object_name(variant)).touch()
     (tmp_path / "avx2-000000000000.so").touch()
     build.build(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {
-        build.object_name(variant) for variant in build.objects()
+        build.object_name(variant) for variant in build.variants()
     }

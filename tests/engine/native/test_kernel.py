@@ -12,7 +12,13 @@ import torch
 
 from kvrelay.engine.attention.native import build
 from kvrelay.engine.attention.native.arguments import KernelArguments
-from kvrelay.engine.attention.native.library import Function, load_object, parallel, runs
+from kvrelay.engine.attention.native.library import (
+    Function,
+    definition,
+    load_object,
+    parallel,
+    runs,
+)
 from kvrelay.engine.attention.native.self_test import differs
 from tests.engine.native import checks
 from tests.engine.native.rig import Problem, attend
@@ -21,34 +27,42 @@ FAST = [variant for variant in build.variants() if variant != build.PLAIN]
 
 
 @pytest.fixture(params=FAST)
-def function(request: pytest.FixtureRequest, compiled: None) -> Function:
+def variant(request: pytest.FixtureRequest, compiled: None) -> str:
     variant: str = request.param
     if not runs(variant):
         pytest.skip(f"not a processor for {variant}")
+    return variant
+
+
+@pytest.fixture
+def function(variant: str) -> Function:
     return load_object(variant)
 
 
-def test_random_problems(function: Function) -> None:
+@pytest.fixture
+def oracle(variant: str) -> Function:
+    return definition(variant)
+
+
+def test_random_problems(function: Function, oracle: Function) -> None:
     seed = random.randrange(1 << 31)
     print(f"seed {seed}")
-    checks.check_random(function, seed, 6)
+    checks.check_random(function, oracle, seed, 6)
 
 
 @pytest.mark.slow
-def test_many_random_problems(function: Function) -> None:
+def test_many_random_problems(function: Function, oracle: Function) -> None:
     seed = random.randrange(1 << 31)
     print(f"seed {seed}")
-    checks.check_random(function, seed, 60)
+    checks.check_random(function, oracle, seed, 60)
 
 
 @pytest.mark.parametrize(
     "check",
     [
         checks.check_store,
-        checks.check_isolation,
         checks.check_long,
         checks.check_far,
-        checks.check_order,
         checks.check_tiny_calls_stay_in_one_thread,
     ],
 )
@@ -56,20 +70,26 @@ def test_a_property(function: Function, check: Callable[[Function], None]) -> No
     check(function)
 
 
+@pytest.mark.parametrize("check", [checks.check_isolation, checks.check_order])
+def test_a_property_beside_the_plain_object(
+    function: Function, oracle: Function, check: Callable[[Function, Function], None]
+) -> None:
+    check(function, oracle)
+
+
 def test_the_plain_object_stores(compiled: None) -> None:
     plain = load_object(build.PLAIN)
     checks.check_store(plain)
 
 
-def test_the_self_test_passes_and_finds_a_difference(function: Function) -> None:
-    plain = load_object(build.PLAIN)
-    assert differs(function, plain) is None
+def test_the_self_test_passes_and_finds_a_difference(function: Function, oracle: Function) -> None:
+    assert differs(function, oracle) is None
 
     def wrong(arguments: KernelArguments) -> int:
         arguments.scale *= 1.0000001
-        return plain(arguments)
+        return oracle(arguments)
 
-    assert "not the bits of the plain kernel" in (differs(wrong, plain) or "")
+    assert "not the bits of the plain kernel" in (differs(wrong, oracle) or "")
 
 
 @pytest.mark.parametrize("threads", [2, 3, 8])

@@ -165,7 +165,10 @@ PRODUCT_MUTANTS = {
         "made.rows[i] = uint8_t(least(rows, SIDE));",
         "made.rows[i] = SIDE;",
     ),
-    "the lower tiles keep their rows": ("if (rows == now) return;", "if (now) return;"),
+    "the lower tiles keep their rows": (
+        "lower = uint8_t(most(rows - SIDE, 1))",
+        "lower = uint8_t(SIDE)",
+    ),
     "left and right columns are swapped": (
         "_tile_loadd(6, packed, LINE);",
         "_tile_loadd(6, packed + STEP / 2, LINE);",
@@ -195,6 +198,37 @@ PRODUCT_MUTANTS = {
 }
 
 
+TILE_MUTANTS = {
+    "sums of outputs begin with zero": (
+        "  if (onto) {\n    _tile_loadd(0",
+        "  if (false) {\n    _tile_loadd(0",
+    ),
+    "the fourth vector is the first": ("_tile_loadd(5, b + 48, right)", "_tile_loadd(5, b, right)"),
+    "the third vector is not kept": (
+        "if constexpr (N > 2) _tile_stored(2, c + 32, bytes);",
+        "if constexpr (N > 3) _tile_stored(2, c + 32, bytes);",
+    ),
+    "more rows than there are": ("const uint8_t rows = uint8_t(m);", "const uint8_t rows = 16;"),
+    "one block of a row": ("end = a + k; a < end", "end = a + 16; a < end"),
+    "vectors after the fourth are the first": ("b += 4 * VECTOR, c +=", "b += 0, c +="),
+    "a narrow head ends where its numbers end": (
+        "words(ceiling(TILED ? padded : g.dim, PER))",
+        "words(ceiling(g.dim, PER))",
+    ),
+    "values of earlier keys are left": ("(TILED ? TILE : high)", "high"),
+    "values of other tiles are left for a row apart": (
+        "if constexpr (TILED) memset(edge, 0, size_t(4 * EDGES * padded));\n",
+        "",
+    ),
+    "only the first 32 keys have values": (
+        "TILED ? TILE / PER : ceiling(top",
+        "TILED ? 16 : ceiling(top",
+    ),
+    "hidden values reach other rows": ("if (apart) continue;", "if (apart && !TILED) continue;"),
+}
+"""In the part of attention.cpp for AMX."""
+
+
 def compile_in(folder: Path, variant: str = VARIANT) -> Path:
     """The object of the sources in a folder, with the flags of the build."""
     path = folder / "mutant.so"
@@ -203,7 +237,8 @@ def compile_in(folder: Path, variant: str = VARIANT) -> Path:
     return path
 
 
-PROGRAMS = (["guarded"], ["row_checks", "11", "60"], ["checks", "11", "12"])
+PROGRAMS = (["guarded"], ["row_checks", "11", "60"], ["checks", VARIANT, "11", "12"])
+TILE_PROGRAMS = (["guarded"], ["checks", build.AMX, "11", "12"])
 PRODUCT_PROGRAMS = (["product_guarded"], ["product_checks", "11", "60"])
 
 
@@ -256,11 +291,23 @@ def test_a_mistake_is_found(sources: Path, processor: None, name: str) -> None:
 
 @pytest.mark.slow
 def test_the_products_themselves_pass(sources: Path, tiles: None) -> None:
-    assert found_by(compile_in(sources, build.PRODUCTS), PRODUCT_PROGRAMS) is None
+    assert found_by(compile_in(sources, build.AMX), PRODUCT_PROGRAMS) is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRODUCT_MUTANTS)
 def test_a_mistake_in_the_products_is_found(sources: Path, tiles: None, name: str) -> None:
     change(sources / PRODUCTS, *PRODUCT_MUTANTS[name])
-    assert found_by(compile_in(sources, build.PRODUCTS), PRODUCT_PROGRAMS) is not None
+    assert found_by(compile_in(sources, build.AMX), PRODUCT_PROGRAMS) is not None
+
+
+@pytest.mark.slow
+def test_the_tiles_themselves_pass(sources: Path, tiles: None) -> None:
+    assert found_by(compile_in(sources, build.AMX), TILE_PROGRAMS) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TILE_MUTANTS)
+def test_a_mistake_in_the_tiles_is_found(sources: Path, tiles: None, name: str) -> None:
+    change(sources / KERNEL, *TILE_MUTANTS[name])
+    assert found_by(compile_in(sources, build.AMX), TILE_PROGRAMS) is not None

@@ -42,7 +42,7 @@ from tests.models import tiny_model
 def function(compiled: None) -> ProductFunction:
     if reason := tiles_refused():
         pytest.skip(reason)
-    return load_product(build.PRODUCTS)
+    return load_product(build.AMX)
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_torchs_own_threads(function: ProductFunction, threads: int) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
 def test_nothing_else_is_read_or_written(function: ProductFunction) -> None:
     """In a process of its own, which a touch of another page would end."""
-    path = build.FOLDER / build.object_name(build.PRODUCTS)
+    path = build.FOLDER / build.object_name(build.AMX)
     command = [sys.executable, "-m", "tests.engine.native.product_guarded", str(path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, (done.returncode, done.stderr)
@@ -140,7 +140,7 @@ def test_layers_and_profile_follow_what_is_used(
     x = torch.randn(3, 40).bfloat16()
     folder = tiny_model("llama", tmp_path / "llama", DTYPES["bfloat16"])
     profiles = {}
-    for name in (build.PRODUCTS, library.ONEDNN):
+    for name in (build.AMX, library.ONEDNN):
         monkeypatch.setenv(FORCED_PRODUCTS, name)
         own = tiled(Products(function, 0), layer.weight, layer.bias)(x)
         with torch.inference_mode():

@@ -37,6 +37,7 @@ struct Arguments {
   int64_t window;      // keys that a row sees, its own included; 0: all
   double softcap;      // 0: none
   int64_t kind, block_size, kv_heads, dim;
+  int64_t tiles;  // 1: the plain object adds products of bfloat16 as AMX tiles do
   int64_t s_block, s_layer, s_kv, s_pos, s_head;
 };
 

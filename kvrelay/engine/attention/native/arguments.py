@@ -18,6 +18,7 @@ _CALL = (
 _STEP = ("entries", "tables", "n", "threads")
 _POOL = (
     *("pool", "parallel", "sinks", "window", "softcap", "kind", "block_size", "kv_heads", "dim"),
+    "tiles",
     *("s_block", "s_layer", "s_kv", "s_pos", "s_head"),
 )
 _POINTERS = {"query", "key", "value", "out", "entries", "tables", "pool", "parallel", "sinks"}
@@ -50,6 +51,7 @@ class KernelArguments(ctypes.Structure):
     kv_heads: int
     group: int
     dim: int
+    tiles: int
     s_block: int
     s_layer: int
     s_kv: int

@@ -13,6 +13,9 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#ifdef __AMX_BF16__
+#include "tiles.h"
+#endif
 
 namespace {
 
@@ -97,6 +100,72 @@ void matmul(long m, long vectors, const Word* a, long lda, const Word* b, long l
     run(a, lda, b + j * VECTOR, ldb, k, c + j * VECTOR, ldc, onto);
   }
 }
+
+#ifdef __AMX_BF16__
+constexpr bool AMX = true;
+constexpr int TILE_ROWS = 16;
+
+// The number of a tile must be a literal.
+template <int N>
+void tiled_columns(const Word* a, long lda, const Word* b, long ldb, long k, float* c, long ldc,
+                   bool onto) {
+  const long left = 4 * lda, right = 4 * ldb, bytes = 4 * ldc;
+  asm volatile("" ::: "memory");  // what was written before is read by the instructions below
+  if (onto) {
+    _tile_loadd(0, c, bytes);
+    if constexpr (N > 1) _tile_loadd(1, c + 16, bytes);
+    if constexpr (N > 2) _tile_loadd(2, c + 32, bytes);
+    if constexpr (N > 3) _tile_loadd(3, c + 48, bytes);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (const Word* end = a + k; a < end; a += 16, b += 16 * ldb) {
+    _tile_loadd(4, a, left);
+    _tile_loadd(5, b, right);
+    _tile_dpbf16ps(0, 4, 5);
+    if constexpr (N > 1) {
+      _tile_loadd(6, b + 16, right);
+      _tile_dpbf16ps(1, 4, 6);
+    }
+    if constexpr (N > 2) {
+      _tile_loadd(7, b + 32, right);
+      _tile_dpbf16ps(2, 4, 7);
+    }
+    if constexpr (N > 3) {
+      _tile_loadd(5, b + 48, right);
+      _tile_dpbf16ps(3, 4, 5);
+    }
+  }
+  _tile_stored(0, c, bytes);
+  if constexpr (N > 1) _tile_stored(1, c + 16, bytes);
+  if constexpr (N > 2) _tile_stored(2, c + 32, bytes);
+  if constexpr (N > 3) _tile_stored(3, c + 48, bytes);
+  asm volatile("" ::: "memory");
+}
+
+// As `matmul`, of pairs: m is 1 to 16, k a multiple of 16 words.
+void tiled_matmul(Tiles& tiles, long m, long vectors, const Word* a, long lda, const Word* b,
+                  long ldb, long k, float* c, long ldc, bool onto) {
+  const uint8_t rows = uint8_t(m);
+  tiles.configure({rows, rows, rows, rows, rows, 16, 16, 16});
+  for (long j = 0; j < vectors; j += 4, b += 4 * VECTOR, c += 4 * VECTOR) {
+    switch (vectors - j) {
+      case 1: tiled_columns<1>(a, lda, b, ldb, k, c, ldc, onto); break;
+      case 2: tiled_columns<2>(a, lda, b, ldb, k, c, ldc, onto); break;
+      case 3: tiled_columns<3>(a, lda, b, ldb, k, c, ldc, onto); break;
+      default: tiled_columns<4>(a, lda, b, ldb, k, c, ldc, onto);
+    }
+  }
+}
+#else
+constexpr bool AMX = false;
+constexpr int TILE_ROWS = ROWS;
+struct Tiles {};
+void tiled_matmul(Tiles&, long, long, const Word*, long, const Word*, long, long, float*, long, bool) {}
+#endif
 
 // ---- weights
 
@@ -212,25 +281,30 @@ struct Job {
 template <int64_t KIND>
 struct Worker {
   static constexpr bool PAIRS = KIND == BFLOAT16, HALF = KIND == FLOAT16;
+  static constexpr bool TILED = PAIRS && AMX;  // then both products take whole blocks of 32
   static constexpr long BYTES = KIND == FLOAT32 ? 4 : 2, PER = PAIRS ? 2 : 1;
+  static constexpr long GROUP = TILED ? TILE_ROWS : ROWS;  // rows that are multiplied together
+  static constexpr long EDGES = TILED ? TILE / PER : 1;    // rows of `edge`
 
   const Arguments& g;
   const Item& item;
-  const long rows, count, wide, words, padded;  // rows: of a kv head; count: of the item
+  Tiles& tiles;
+  const long rows, count, wide, padded, words;  // rows: of a kv head; count: of the item
   const Scale scale;
   Word *keys = nullptr, *values = nullptr, *query = nullptr, *weights = nullptr, *edge = nullptr;
   float *scores = nullptr, *whole = nullptr, *segment = nullptr;
   char *staged = nullptr, *zeros = nullptr;
 
-  Worker(const Arguments& g, const Item& item)
-      : g(g), item(item), rows((item.to - item.from) * g.group),
+  Worker(const Arguments& g, const Item& item, Tiles& tiles)
+      : g(g), item(item), tiles(tiles), rows((item.to - item.from) * g.group),
         count(rows * (item.high - item.low)), wide(ceiling(g.dim, VECTOR) * VECTOR),
-        words(ceiling(g.dim, PER)), padded(ceiling(g.dim, VECTOR * PER) * VECTOR * PER), scale(g) {}
+        padded(ceiling(g.dim, VECTOR * PER) * VECTOR * PER),
+        words(ceiling(TILED ? padded : g.dim, PER)), scale(g) {}
 
   bool reserve(Memory& memory) {
     const long state = State::floats(count, wide), row = padded * BYTES;
     const long sizes[] = {TILE * padded / PER * 4, TILE / PER * (padded + 16) * 4, count * words * 4,
-                          ROWS * TILE * 4, padded * 4, ROWS * TILE * 4, state * 4, state * 4,
+                          GROUP * TILE * 4, EDGES * padded * 4, GROUP * TILE * 4, state * 4, state * 4,
                           2 * TILE * row, row};
     void* const places[] = {&keys, &values, &query, &weights, &edge, &scores, &whole, &segment,
                             &staged, &zeros};
@@ -244,7 +318,7 @@ struct Worker {
     }
     memset(zeros, 0, size_t(row));
     if (padded != g.dim) memset(staged, 0, size_t(2 * TILE * row));
-    if (g.dim % PER) memset(query, 0, size_t(count * words * 4));
+    if (words * PER != g.dim) memset(query, 0, size_t(count * words * 4));
     return true;
   }
 
@@ -335,7 +409,7 @@ struct Worker {
   }
 
   // K as columns and V as rows of floats, or of pairs (key 2i, key 2i + 1), and zeros outside
-  // [low, high). What is next is asked of the memory: [the same keys, or the next tile's].
+  // [low, high): of V up to `high`, or all with tiles. What is next is asked of the memory: [the same keys, or the next tile's].
   void pack(const int64_t* offsets, long low, long high, long head, const int64_t* next,
             long next_head) {
     const char* base = g.pool + BYTES * (g.layer * g.s_layer);
@@ -365,7 +439,7 @@ struct Worker {
         transpose<HALF>(k + i, x, keys + x / STEP * VECTOR * TILE + i, TILE);
       }
     if constexpr (PAIRS) {
-      for (long i = 0; i < high; i += 2)
+      for (long i = 0; i < (TILED ? TILE : high); i += 2)
         for (long x = 0; x < padded; x += 32)
           interleave(v[i] + 2 * x, v[i + 1] + 2 * x, values + i / 2 * padded + x);
     } else {
@@ -385,12 +459,12 @@ struct Worker {
     const bool hidden = begin + 1 - tile < high || first_seen(end - 1) > tile + low;
     const bool apart = hidden && !finite(high);
     const long last = offset + (end - item.from) * g.group;
-    for (long r = offset + (begin - item.from) * g.group; r < last; r += ROWS) {
-      const long m = least(ROWS, last - r);
+    for (long r = offset + (begin - item.from) * g.group; r < last; r += GROUP) {
+      const long m = least(GROUP, last - r);
       const long top = least(high, position(r + m - 1) + 1 - tile);
       const long bottom = most(low, first_seen(position(r)) - tile);
       const long vectors = ceiling(top, VECTOR);
-      matmul<PAIRS>(m, vectors, query + r * words, words, keys, TILE, words, scores, TILE, false);
+      multiply_rows(m, vectors, query + r * words, words, keys, TILE, words, scores, TILE, false);
       for (long i = r; i < r + m; i++) {
         const long from = most(low, first_seen(position(i)) - tile);
         const long to = least(high, position(i) + 1 - tile);
@@ -402,10 +476,17 @@ struct Worker {
           for (long x = 0; x < wide; x += VECTOR) store(acc + x, multiply(load(acc + x), all(f)));
         if (apart) add_apart(weight, from, to, acc);
       }
-      if (!apart)
-        matmul<PAIRS>(m, wide / VECTOR, weights + bottom / PER, TILE, values + bottom / PER * padded,
-                      padded, ceiling(top, PER) - bottom / PER, state.acc + r * wide, wide, true);
+      if (apart) continue;
+      const long begun = TILED ? 0 : bottom / PER, ended = TILED ? TILE / PER : ceiling(top, PER);
+      multiply_rows(m, wide / VECTOR, weights + begun, TILE, values + begun * padded, padded,
+                    ended - begun, state.acc + r * wide, wide, true);
     }
+  }
+
+  template <class... Rest>
+  void multiply_rows(Rest... rest) {
+    if constexpr (TILED) tiled_matmul(tiles, rest...);
+    else matmul<PAIRS>(rest...);
   }
 
   // Whether every packed value is a number: zero times another one is not zero.
@@ -418,18 +499,19 @@ struct Worker {
     return found == 0;
   }
 
-  // One row over keys [from, to) and no other: the same chain.
+  // One row over keys [from, to) and no other: the same sums.
   void add_apart(const Word* weight, long from, long to, float* acc) {
+    if constexpr (TILED) memset(edge, 0, size_t(4 * EDGES * padded));
     for (long x = from / PER; x < ceiling(to, PER); x++) {
-      const Word* right = values + x * padded;
       const bool no_low = PAIRS && x * PER < from, no_high = PAIRS && x * PER + 1 >= to;
-      if (no_low || no_high) {
-        const Word kept = no_low ? 0xffff0000 : 0x0000ffff;
-        for (long y = 0; y < wide; y++) edge[y] = right[y] & kept;
-        right = edge;
-      }
-      matmul<PAIRS>(1, wide / VECTOR, weight + x, TILE, right, padded, 1, acc, wide, true);
+      const Word kept = no_low ? 0xffff0000 : no_high ? 0x0000ffff : 0xffffffff;
+      const Word* right = values + x * padded;
+      Word* copy = edge + x % EDGES * padded;
+      for (long y = 0; y < wide; y++) copy[y] = right[y] & kept;
+      if constexpr (!TILED) matmul<PAIRS>(1, wide / VECTOR, weight + x, TILE, copy, padded, 1, acc, wide, true);
     }
+    if constexpr (TILED)
+      tiled_matmul(tiles, 1, wide / VECTOR, weight, TILE, edge, padded, EDGES, acc, wide, true);
   }
 
   void finish(const State& state) {
@@ -457,8 +539,8 @@ struct Worker {
 };
 
 template <int64_t KIND>
-bool work(const Arguments& g, const Item& item, Memory& memory) {
-  Worker<KIND> worker(g, item);
+bool work(const Arguments& g, const Item& item, Memory& memory, Tiles& tiles) {
+  Worker<KIND> worker(g, item, tiles);
   if (!worker.reserve(memory)) return false;
   worker.run();
   return true;
@@ -468,10 +550,11 @@ void take_items(void* data) {
   static thread_local Memory memory;
   Job& job = *(Job*)data;
   const Rounding rounding;
+  Tiles tiles;
   for (long i; (i = job.next.fetch_add(1)) < job.count;) {
     const int64_t kind = job.g->kind;
     const auto run = kind == FLOAT32 ? work<FLOAT32> : kind == BFLOAT16 ? work<BFLOAT16> : work<FLOAT16>;
-    if (!run(*job.g, job.items[i], memory)) job.failed.store(1);
+    if (!run(*job.g, job.items[i], memory, tiles)) job.failed.store(1);
   }
 }
 

@@ -1,4 +1,4 @@
-"""Compiles the CPU kernels: attention for each instruction set, and the AMX matrix products.
+"""Compiles the CPU kernels for each instruction set.
 
 ``pip install`` runs it through the build hook of pyproject.toml, and
 ``python -m kvrelay.engine.attention.native.build`` by hand. It imports the standard library only.
@@ -22,18 +22,17 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 COMMAND = "python -m kvrelay.engine.attention.native.build"
 PLAIN = "plain"
+AMX = "amx"  # also has the matrix products
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 # The instruction sets, best first; ``plain`` runs on every machine.
 VARIANTS = {
+    AMX: (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     "avx512bf16": (*_AVX512, "-mavx512bf16"),
     "avx512": _AVX512,
     "avx2": _AVX2,
     PLAIN: (),
 }
-# The object with the matrix products on AMX tiles; it is none of the attention variants.
-PRODUCTS = "amx"
-_OBJECTS = {PRODUCTS: (*VARIANTS["avx512bf16"], "-mamx-tile", "-mamx-bf16"), **VARIANTS}
 # Contraction would fuse a product and a sum in one place and not in another.
 FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off"),
@@ -41,7 +40,7 @@ FLAGS = (
 )
 # What each object is made of: ``plain`` is the definition, in plain C++.
 SOURCES = ("attention.cpp", "rows.cpp")
-PRODUCTS_SOURCES = ("products.cpp",)
+AMX_SOURCES = (*SOURCES, "products.cpp")
 PLAIN_SOURCES = ("plain.cpp", "plain_rows.cpp", "plain_products.cpp")
 _STATIC = ("-static-libgcc", "-static-libstdc++")  # so that no runtime of C++ is needed
 _COMPILERS = ("c++", "g++", "clang++")
@@ -58,14 +57,9 @@ def variants() -> tuple[str, ...]:
     return tuple(VARIANTS) if intel else (PLAIN,)
 
 
-def objects() -> tuple[str, ...]:
-    """The objects that are built for this machine's architecture; ``PLAIN`` comes last."""
-    return tuple(_OBJECTS) if variants() != (PLAIN,) else (PLAIN,)
-
-
 def digest() -> str:
     """Of the sources and the flags."""
-    found = hashlib.sha256(repr((_OBJECTS, FLAGS)).encode())
+    found = hashlib.sha256(repr((VARIANTS, FLAGS)).encode())
     for path in sorted((*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h"))):
         found.update(path.read_bytes())
     return found.hexdigest()[:12]
@@ -92,7 +86,7 @@ def build(folder: Path = FOLDER) -> list[Path]:
     An instruction set that the compiler does not know is left out. Raises ``BuildError`` if not
     even the plain object compiles.
     """
-    wanted = {variant: folder / object_name(variant) for variant in objects()}
+    wanted = {variant: folder / object_name(variant) for variant in variants()}
     missing = [variant for variant, path in wanted.items() if not path.exists()]
     if missing:
         command = compiler()
@@ -108,8 +102,8 @@ def build(folder: Path = FOLDER) -> list[Path]:
 
 def flags_and_sources(name: str, folder: Path = FOLDER) -> list[str]:
     """The compiler's arguments for an object, ``FLAGS`` aside; ``folder`` has the sources."""
-    sources = {PLAIN: PLAIN_SOURCES, PRODUCTS: PRODUCTS_SOURCES}.get(name, SOURCES)
-    return [*_OBJECTS[name], *(str(folder / source) for source in sources)]
+    sources = {PLAIN: PLAIN_SOURCES, AMX: AMX_SOURCES}.get(name, SOURCES)
+    return [*VARIANTS[name], *(str(folder / source) for source in sources)]
 
 
 def _compile(command: list[str], variant: str, path: Path) -> str:

@@ -18,10 +18,10 @@ import torch
 
 from kvrelay.engine.attention.native.arguments import KernelArguments
 from kvrelay.engine.attention.native.build import (
+    AMX,
     COMMAND,
     FOLDER,
     PLAIN,
-    PRODUCTS,
     object_name,
     variants,
 )
@@ -90,6 +90,17 @@ def load_object(variant: str, folder: Path = FOLDER) -> Function:
     return entry_of(open_object(variant, folder))
 
 
+def definition(variant: str) -> Function:
+    """The plain object's attention, adding products of bfloat16 as ``variant`` does."""
+    plain = load_object(PLAIN)
+
+    def tiled(arguments: KernelArguments) -> int:
+        arguments.tiles = 1
+        return plain(arguments)
+
+    return tiled if variant == AMX else plain
+
+
 def load_rows(variant: str, folder: Path = FOLDER) -> RowFunctions:
     """The row kernels of one object, which this processor must be able to run."""
     return row_functions(open_object(variant, folder))
@@ -103,7 +114,6 @@ def runs(variant: str) -> bool:
 @cache
 def _load(forced: str) -> NativeKernel:
     plain = open_object(PLAIN, FOLDER)
-    oracle = entry_of(plain)
     plain.kvrelay_revision.restype = ctypes.c_int64
     against: list[str] = []
     if forced and forced not in variants():
@@ -114,9 +124,9 @@ def _load(forced: str) -> NativeKernel:
                 raise NoKernel(f"{FORCED}={forced}: this processor lacks its instructions")
             continue
         try:
-            function = oracle if variant == PLAIN else load_object(variant)
+            function = load_object(variant)
             rows = load_rows(variant)
-            reason = differs(function, oracle) or rows_differ(rows, load_rows(PLAIN))
+            reason = differs(function, definition(variant)) or rows_differ(rows, load_rows(PLAIN))
         except NoKernel as error:
             reason = str(error)
         if reason is None:
@@ -132,8 +142,8 @@ def load_products() -> Products | NoProducts:
     Raises ``Rejected`` if ``KVRELAY_PRODUCTS`` asks for products that cannot be used here.
     """
     forced = os.environ.get(FORCED_PRODUCTS, "")
-    if forced not in ("", PRODUCTS, ONEDNN):
-        raise Rejected(FORCED_PRODUCTS, f"{forced!r} is not known: {PRODUCTS} or {ONEDNN}")
+    if forced not in ("", AMX, ONEDNN):
+        raise Rejected(FORCED_PRODUCTS, f"{forced!r} is not known: {AMX} or {ONEDNN}")
     if forced == ONEDNN:
         return NoProducts(f"{FORCED_PRODUCTS}={forced}", notable=False)
     found = _load_products()
@@ -151,7 +161,7 @@ def _load_products() -> Products | NoProducts:
     if reason:
         return NoProducts(reason, notable=reason != NO_TILES)
     try:
-        function = load_product(PRODUCTS)
+        function = load_product(AMX)
         against = products_differ(function, load_product(PLAIN))
     except NoKernel as error:
         return NoProducts(str(error))
@@ -169,7 +179,7 @@ def tiles_refused() -> str:
 
 
 def load_product(name: str, folder: Path = FOLDER) -> ProductFunction:
-    """The product of one object, ``PRODUCTS`` or ``PLAIN``."""
+    """The product of one object, ``AMX`` or ``PLAIN``."""
     return product_function(open_object(name, folder))
 
 

@@ -2,6 +2,7 @@
 //
 // For machines without AVX2, and the oracle of the tests and of the self-test. Build with
 // -ffp-contract=off.
+#include "products.h"
 #include "scalar.h"
 
 #include <atomic>
@@ -22,6 +23,14 @@ float tangent(float x) {
 
 float share(float own, float peak) { return own == peak ? 1.f : power(own - peak); }
 
+// A block of 32 products of bfloat16 as in plain_products.cpp; `a` and `b` give the numbers.
+template <class A, class B>
+float add_block(float sum, const A& a, const B& b) {
+  float parts[2] = {};
+  for (int64_t i = 0; i < DEPTH; i++) parts[i % 2] = fmaf(a(i), b(i), parts[i % 2]);
+  return sum + (parts[0] + parts[1]);
+}
+
 struct Part {
   float top, sums[16], *acc;
 };
@@ -31,11 +40,12 @@ struct Row {
   const int64_t* entry;
   const int64_t index, head, last, first;
   const int64_t size, step;
+  const bool tiles;
 
   Row(const Arguments& g, const int64_t* entry, int64_t index, int64_t head)
       : g(g), entry(entry), index(index), head(head), last(entry[1] + index),
         first(g.window ? most(0, last - g.window + 1) : 0), size(g.kind == FLOAT32 ? 4 : 2),
-        step(g.kind == BFLOAT16 ? 2 : 1) {}
+        step(g.kind == BFLOAT16 ? 2 : 1), tiles(g.tiles && g.kind == BFLOAT16) {}
 
   const char* key(int64_t p) const {
     return g.pool + size * (g.tables[entry[3] + p / g.block_size] * g.s_block + g.layer * g.s_layer +
@@ -45,6 +55,12 @@ struct Row {
   float score(int64_t p) const {
     const char* query = g.query + size * ((entry[0] + index) * g.q_row + head * g.q_head);
     float s = 0.f;
+    if (tiles) {
+      for (int64_t d = 0; d < g.dim; d += DEPTH)
+        s = add_block(s, [&](int64_t i) { return d + i < g.dim ? element(query, d + i, g.kind) : 0.f; },
+                      [&](int64_t i) { return d + i < g.dim ? element(key(p), d + i, g.kind) : 0.f; });
+      return s;
+    }
     for (int64_t d = 0; d < g.dim; d += step)  // of a pair the second product first
       for (int64_t x = least(d + step, g.dim) - 1; x >= d; x--)
         s = fmaf(element(query, x, g.kind), element(key(p), x, g.kind), s);
@@ -76,6 +92,14 @@ struct Row {
     }
     for (int64_t i = 0; i < TILE; i += step)
       for (int64_t x = i + step - 1; x >= i; x--) part.sums[i / step % 16] += w[x];
+    if (tiles) {
+      for (int64_t i = 0; i < TILE; i += DEPTH)
+        for (int64_t d = 0; d < g.dim; d++)
+          part.acc[d] = add_block(part.acc[d], [&](int64_t x) { return w[i + x]; }, [&](int64_t x) {
+            return i + x < from || i + x >= to ? 0.f : element(key(tile + i + x) + size * g.s_kv, d, g.kind);
+          });
+      return;
+    }
     for (int64_t i = from / step * step; i < to; i += step)
       for (int64_t x = least(i + step, to) - 1; x >= most(i, from); x--) {
         const char* value = key(tile + x) + size * g.s_kv;
@@ -184,7 +208,9 @@ extern "C" __attribute__((visibility("default"))) int kvrelay_runs(const char* v
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (!strcmp(variant, "avx2")) return avx2;
   if (!strcmp(variant, "avx512")) return avx512;
-  if (!strcmp(variant, "avx512bf16")) return avx512 && __builtin_cpu_supports("avx512bf16");
+  const bool brain = avx512 && __builtin_cpu_supports("avx512bf16");
+  if (!strcmp(variant, "avx512bf16")) return brain;
+  if (!strcmp(variant, "amx")) return brain && kvrelay_tiles() == 0;
 #endif
   return !strcmp(variant, "plain");
 }

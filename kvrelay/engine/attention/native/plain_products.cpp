@@ -46,9 +46,7 @@ int kvrelay_product(const char* x, const char* packed, const char* bias, char* o
   return 0;
 }
 
-// Asks for tiles: 0 if this process may use them, -1 if the processor has none that compute
-// bfloat16, else why the system refuses them, as in errno. All threads of the process have them.
-extern "C" __attribute__((visibility("default"))) int kvrelay_tiles() {
+int kvrelay_tiles() {
 #if defined(__x86_64__) && defined(__linux__)
   constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24;
   unsigned a = 0, b = 0, c = 0, d = 0;

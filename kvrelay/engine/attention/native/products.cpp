@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "lanes.h"
+#include "tiles.h"
 
 namespace {
 
@@ -17,7 +18,6 @@ constexpr long NUMBERS = FEW * PANEL;    // of the four accumulators
 constexpr long TALL = 384;               // rows of a task
 constexpr long BROAD = 8;                // panels of a task: its sums stay in an L2 cache
 constexpr long CHUNK = 8;                // blocks of a panel that stay in an L1 cache
-constexpr long LINE = 64;                // bytes of a row of a tile
 constexpr double SERIAL = 1e5;           // multiplications that are not worth waking threads for
 
 struct Job {
@@ -29,37 +29,12 @@ struct Job {
   std::atomic<long> next, failed;
 };
 
-struct alignas(64) Configuration {
-  uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-
-// The tiles of a thread. 0 to 3 are accumulators (upper left, upper right, lower left, lower
-// right), 4 and 5 have upper and lower rows of x, 6 and 7 left and right columns of the weight.
-struct Tiles {
-  long now = 0;
-  const Rounding rounding;
-
-  Tiles() = default;
-  Tiles(const Tiles&) = delete;
-  ~Tiles() {
-    if (now) _tile_release();
-  }
-
-  // For `rows` rows of x, 1 to 32.
-  void configure(long rows) {
-    if (rows == now) return;
-    Configuration made;
-    for (int i = 0; i < 8; i++) made.bytes[i] = LINE;
-    for (const int i : {0, 1, 4}) made.rows[i] = uint8_t(least(rows, SIDE));
-    for (const int i : {2, 3, 5}) made.rows[i] = uint8_t(most(rows - SIDE, 1));
-    for (const int i : {6, 7}) made.rows[i] = SIDE;
-    asm volatile("" ::"r"(&made) : "memory");  // a compiler may think that only its start is read
-    _tile_loadconfig(&made);
-    now = rows;
-  }
-};
+// For `rows` rows of x, 1 to 32. Tiles 0 to 3 are accumulators (upper left, upper right, lower left,
+// lower right), 4 and 5 have upper and lower rows of x, 6 and 7 left and right columns of the weight.
+void configure(Tiles& tiles, long rows) {
+  const uint8_t upper = uint8_t(least(rows, SIDE)), lower = uint8_t(most(rows - SIDE, 1));
+  tiles.configure({upper, upper, lower, lower, upper, lower, SIDE, SIDE});
+}
 
 // Up to 32 rows of x from some block on. What is beyond k in the last block must not be read, so
 // `tail` has a copy of that one with zeros, 32 numbers a row; null if the last block is not meant.
@@ -159,7 +134,7 @@ void run(const Job& job, long task, Tiles& tiles, float* sums, char* tails) {
         const char* tail = last && odd ? tails + i * FEW * LINE : nullptr;
         const Strip strip{job.x + 2 * (row * job.k + from * DEPTH), 2 * job.k, tail};
         float* own = sums + ((panel - left) * strips + i) * NUMBERS;
-        tiles.configure(rows);
+        configure(tiles, rows);
         (rows > SIDE ? add_blocks<true> : add_blocks<false>)(strip, packed, count, from == 0, own);
         if (last) finish(job, own, row, rows, panel * PANEL);
       }
@@ -172,6 +147,7 @@ void take_tasks(void* data) {
   const long strips = ceiling(job.tall, FEW), bytes = 4 * NUMBERS * job.broad * strips;
   char* room = (char*)aligned_alloc(LINE, size_t(bytes + LINE * FEW * strips));
   if (!room) job.failed.store(1);
+  const Rounding rounding;
   Tiles tiles;
   for (long task; room && (task = job.next.fetch_add(1)) < job.tasks;)
     run(job, task, tiles, (float*)room, room + bytes);

@@ -22,3 +22,7 @@ constexpr long STEP = 2048;  // bytes of a block of a panel
 extern "C" __attribute__((visibility("default"))) int kvrelay_product(
     const char* x, const char* packed, const char* bias, char* out, int64_t rows, int64_t n,
     int64_t k, int64_t threads, Parallel parallel);
+
+// Asks for tiles: 0 if this process may use them, -1 if the processor has none that compute
+// bfloat16, else why the system refuses them, as in errno. All threads of the process have them.
+extern "C" __attribute__((visibility("default"))) int kvrelay_tiles();

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrelay.engine.attention.native.build import PRODUCTS
+from kvrelay.engine.attention.native.build import AMX
 
 REVISION = 1  # of the arithmetic: increase it with every change of a result's bits
 _PANEL = 32
@@ -36,7 +36,7 @@ class Products:
     @property
     def profile(self) -> str:
         """The part of the numeric profile that names these products."""
-        return f"products-{REVISION}-{PRODUCTS}"
+        return f"products-{REVISION}-{AMX}"
 
 
 @dataclass(frozen=True, slots=True)
