@@ -155,8 +155,12 @@ def check_threads(function: ProductFunction) -> None:
 
 
 def check_sizes(function: ProductFunction) -> None:
-    """No rows; rows that do not lie one after the other."""
+    """No rows; rows that do not lie one after the other; a result larger than an L2 cache."""
     generator = torch.Generator().manual_seed(7)
+    for columns in (480, 500):  # with and without aligned rows
+        product, _, _ = layer(function, generator, columns, 40)
+        x = numbers(generator, 1200, 40)
+        assert same(product(x), of_plain(product)(x)), f"{columns} columns"
     product, _, _ = layer(function, generator, 20, 40)
     assert product(numbers(generator, 0, 40)).shape == (0, 20)
     wide = numbers(generator, 5, 90)

@@ -135,57 +135,12 @@ MUTANTS = {
 # Of the products on AMX tiles, in the same way.
 PRODUCTS = "products.cpp"
 PRODUCT_MUTANTS = {
-    "the number of rows changes the order of blocks": (
-        "for (long i = 0; i < whole; i++)\n    add_block<BOTH>(strip.x + i * LINE, strip.bytes,"
-        " packed + i * STEP);",
-        "for (long j = 0; j < whole; j++) {\n    const long i = BOTH ? j : whole - 1 - j;\n"
-        "    add_block<BOTH>(strip.x + i * LINE, strip.bytes, packed + i * STEP);\n  }",
-    ),
     "sums begin anew with every chunk": ("count, from == 0, own);", "count, true, own);"),
     "sums of the task before are kept": ("count, from == 0, own);", "count, false, own);"),
     "the sums of a task overlap": ("((panel - left) * strips + i) * NUMBERS", "i * NUMBERS"),
-    "the rest of a row is read from the next row": (
-        "const bool odd = job.k % DEPTH != 0;",
-        "const bool odd = false;",
-    ),
-    "the rest of a row is left out": (
-        "if (strip.tail) add_block<BOTH>(strip.tail,",
-        "if (false) add_block<BOTH>(strip.tail,",
-    ),
-    "the rest of a row has no zeros behind it": (
-        "memset(to + 2 * rest, 0, size_t(LINE - 2 * rest));",
-        "memset(to + 2 * rest, 0xff, size_t(LINE - 2 * rest));",
-    ),
-    "every strip has the rest of the first": ("tails + i * FEW * LINE", "tails"),
-    "columns beyond the last are written": (
-        "__mmask16((1u << least(SIDE, job.n - column)) - 1)",
-        "__mmask16(0xffff)",
-    ),
-    "rows beyond the last are read": (
-        "made.rows[i] = uint8_t(least(rows, SIDE));",
-        "made.rows[i] = SIDE;",
-    ),
-    "the lower tiles keep their rows": (
-        "lower = uint8_t(most(rows - SIDE, 1))",
-        "lower = uint8_t(SIDE)",
-    ),
     "left and right columns are swapped": (
         "_tile_loadd(6, packed, LINE);",
         "_tile_loadd(6, packed + STEP / 2, LINE);",
-    ),
-    "the bias is added after rounding": (
-        "if (job.bias) y = _mm512_add_ps(y, bias);",
-        "if (job.bias) y = _mm512_add_ps(_mm512_castsi512_ps(_mm512_slli_epi32("
-        "_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(y)), 16)), bias);",
-    ),
-    "every half of a panel has one bias": ("job.bias + 2 * column", "job.bias + 2 * from"),
-    "a NaN has the bits of its origin": (
-        "_mm512_cvtneps_pbh(canonical(y))",
-        "_mm512_cvtneps_pbh(y)",
-    ),
-    "a result is cut off and not rounded": (
-        "(__m256i)_mm512_cvtneps_pbh(canonical(y));",
-        "_mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(canonical(y)), 16));",
     ),
     "the last task has the rows of the first": (
         "task / job.across * job.tall, bottom",
@@ -195,6 +150,57 @@ PRODUCT_MUTANTS = {
     "few products wake threads": ("SERIAL = 1e5", "SERIAL = 0"),
     "many products wake no threads": ("SERIAL = 1e5", "SERIAL = 1e15"),
     "subnormal numbers count": ("  const Rounding rounding;\n", ""),
+    "the number of rows changes the order of blocks": (
+        "for (long i = 0; i < count; i++) add_block<BOTH>(x + i * STRIP, packed + i * STEP);",
+        "for (long j = 0; j < count; j++) {\n    const long i = BOTH ? j : count - 1 - j;\n"
+        "    add_block<BOTH>(x + i * STRIP, packed + i * STEP);\n  }",
+    ),
+    "the rest of a row is read from the next row": (
+        "_mm512_maskz_loadu_epi16(here, x)",
+        "_mm512_loadu_si512(x)",
+    ),
+    "the rest of a row is left out": (
+        "_mm512_maskz_loadu_epi16(here, x)",
+        "_mm512_setzero_si512()",
+    ),
+    "the rest of a row has no zeros behind it": (
+        "_mm512_maskz_loadu_epi16(here, x)",
+        "_mm512_mask_loadu_epi16(_mm512_set1_epi32(-1), here, x)",
+    ),
+    "every strip has the rows of the first": (
+        "const char* x = copies + i * job.chunk * STRIP;",
+        "const char* x = copies;",
+    ),
+    "later blocks of many rows are the first": (
+        "((row + i) * job.k + from * DEPTH);",
+        "((row + i) * job.k);",
+    ),
+    "columns beyond the last are written": (
+        "__mmask32((1ull << least(PANEL, job.n - from)) - 1)",
+        "~__mmask32(0)",
+    ),
+    "rows beyond the last are read": ("least(FEW, bottom - top - i * FEW)", "FEW"),
+    "the bias is added after rounding": (
+        "left = _mm512_add_ps(left, low);",
+        "left = _mm512_add_ps(_mm512_castsi512_ps(_mm512_and_si512("
+        "_mm512_castps_si512(left), _mm512_set1_epi32(int(0xffff0000)))), low);",
+    ),
+    "both halves have the bias of the left one": (
+        "right = _mm512_add_ps(right, high);",
+        "right = _mm512_add_ps(right, low);",
+    ),
+    "a NaN has the bits of its origin": (
+        "_mm512_cvtne2ps_pbh(canonical(right), canonical(left))",
+        "_mm512_cvtne2ps_pbh(canonical(right), left)",
+    ),
+    "a result is cut off and not rounded": (
+        "(__m512i)_mm512_cvtne2ps_pbh(canonical(right), canonical(left));",
+        "_mm512_permutex2var_epi16(_mm512_srli_epi32(_mm512_castps_si512(canonical(left)), 16),"
+        " _mm512_set_epi16(62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32, 30, 28,"
+        " 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0),"
+        " _mm512_srli_epi32(_mm512_castps_si512(canonical(right)), 16));",
+    ),
+    "a large result is aligned anyway": (" && uintptr_t(out) % LINE == 0", ""),
 }
 
 

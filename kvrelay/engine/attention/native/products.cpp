@@ -15,16 +15,19 @@ namespace {
 
 constexpr long FEW = 2 * SIDE;           // rows of one block of accumulators
 constexpr long NUMBERS = FEW * PANEL;    // of the four accumulators
-constexpr long TALL = 384;               // rows of a task
-constexpr long BROAD = 8;                // panels of a task: its sums stay in an L2 cache
-constexpr long CHUNK = 8;                // blocks of a panel that stay in an L1 cache
+constexpr long TALL = 256;               // rows of a task
+constexpr long BROAD = 16;               // panels of a task: its sums stay in an L2 cache
+constexpr long CHUNK = 6;                // blocks of a panel that stay in an L1 cache
+constexpr long STRIP = FEW * LINE;       // bytes of a block of 32 rows of x
+constexpr double PASSING = 1 << 20;      // bytes of a result that would not stay in an L2 cache
 constexpr double SERIAL = 1e5;           // multiplications that are not worth waking threads for
 
 struct Job {
   const char *x, *packed, *bias;
   char* out;
   long rows, n, k;
-  long blocks;                      // of a row
+  long blocks, chunk;               // of a row; those that a task takes at a time
+  bool passing;                     // the result is written past the caches
   long tall, broad, across, tasks;  // rows and panels of a task; tasks beside each other, and all
   std::atomic<long> next, failed;
 };
@@ -36,32 +39,24 @@ void configure(Tiles& tiles, long rows) {
   tiles.configure({upper, upper, lower, lower, upper, lower, SIDE, SIDE});
 }
 
-// Up to 32 rows of x from some block on. What is beyond k in the last block must not be read, so
-// `tail` has a copy of that one with zeros, 32 numbers a row; null if the last block is not meant.
-struct Strip {
-  const char* x;
-  long bytes;  // of a row
-  const char* tail;
-};
-
 template <bool BOTH>
-void add_block(const char* x, long bytes, const char* packed) {
+void add_block(const char* x, const char* packed) {
   _tile_loadd(6, packed, LINE);
-  _tile_loadd(4, x, bytes);
+  _tile_loadd(4, x, LINE);
   _tile_dpbf16ps(0, 4, 6);
   _tile_loadd(7, packed + STEP / 2, LINE);
   _tile_dpbf16ps(1, 4, 7);
   if constexpr (BOTH) {
-    _tile_loadd(5, x + SIDE * bytes, bytes);
+    _tile_loadd(5, x + SIDE * LINE, LINE);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
   }
 }
 
-// Adds `count` blocks to `sums`, [rows][32]; `packed` begins with the first one. With `first` the
-// sums begin with zero. BOTH: there are more than 16 rows.
+// Adds `count` blocks to `sums`, [rows][32]; x, as `copy_rows` made it, and `packed` begin with the
+// first one. With `first` the sums begin with zero. BOTH: there are more than 16 rows.
 template <bool BOTH>
-void add_blocks(Strip strip, const char* packed, long count, bool first, float* sums) {
+void add_blocks(const char* x, const char* packed, long count, bool first, float* sums) {
   constexpr long BYTES = 4 * PANEL;
   asm volatile("" ::: "memory");  // what was written before is read by the instructions below
   float *right = sums + SIDE, *lower = sums + SIDE * PANEL, *last = lower + SIDE;
@@ -78,10 +73,7 @@ void add_blocks(Strip strip, const char* packed, long count, bool first, float* 
       _tile_loadd(3, last, BYTES);
     }
   }
-  const long whole = count - (strip.tail != nullptr);
-  for (long i = 0; i < whole; i++)
-    add_block<BOTH>(strip.x + i * LINE, strip.bytes, packed + i * STEP);
-  if (strip.tail) add_block<BOTH>(strip.tail, LINE, packed + whole * STEP);
+  for (long i = 0; i < count; i++) add_block<BOTH>(x + i * STRIP, packed + i * STEP);
   _tile_stored(0, sums, BYTES);
   _tile_stored(1, right, BYTES);
   if constexpr (BOTH) {
@@ -90,52 +82,74 @@ void add_blocks(Strip strip, const char* packed, long count, bool first, float* 
   }
 }
 
+__m512 bias_of(const Job& job, __mmask16 here, long column) {
+  if (!job.bias) return _mm512_setzero_ps();
+  const __m256i narrow = _mm256_maskz_loadu_epi16(here, job.bias + 2 * column);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+}
+
 // Rounds the sums of `rows` rows from `row` on, of the panel that begins at column `from`.
 void finish(const Job& job, const float* sums, long row, long rows, long from) {
-  for (long column = from; column < least(from + PANEL, job.n); column += SIDE, sums += SIDE) {
-    const __mmask16 here = __mmask16((1u << least(SIDE, job.n - column)) - 1);
-    __m512 bias = _mm512_setzero_ps();
+  const __mmask32 here = __mmask32((1ull << least(PANEL, job.n - from)) - 1);
+  const __m512 low = bias_of(job, __mmask16(here), from);
+  const __m512 high = bias_of(job, __mmask16(here >> SIDE), from + SIDE);
+  char* out = job.out + 2 * (row * job.n + from);
+  for (long i = 0; i < rows; i++, sums += PANEL, out += 2 * job.n) {
+    __m512 left = _mm512_loadu_ps(sums), right = _mm512_loadu_ps(sums + SIDE);
     if (job.bias) {
-      const __m256i narrow = _mm256_maskz_loadu_epi16(here, job.bias + 2 * column);
-      bias = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+      left = _mm512_add_ps(left, low);
+      right = _mm512_add_ps(right, high);
     }
-    for (long i = 0; i < rows; i++) {
-      __m512 y = _mm512_loadu_ps(sums + i * PANEL);
-      if (job.bias) y = _mm512_add_ps(y, bias);
-      const __m256i narrow = (__m256i)_mm512_cvtneps_pbh(canonical(y));
-      _mm256_mask_storeu_epi16(job.out + 2 * ((row + i) * job.n + column), here, narrow);
-    }
+    const __m512i narrow = (__m512i)_mm512_cvtne2ps_pbh(canonical(right), canonical(left));
+    if (job.passing && here == ~__mmask32(0) && uintptr_t(out) % LINE == 0)
+      _mm512_stream_si512((__m512i*)out, narrow);
+    else
+      _mm512_mask_storeu_epi16(out, here, narrow);
   }
 }
 
-// The last block of rows [top, bottom), with zeros beyond k.
-void copy_tails(const Job& job, long top, long bottom, char* to) {
-  const long rest = job.k % DEPTH;
-  for (long row = top; row < bottom; row++, to += LINE) {
-    memcpy(to, job.x + 2 * ((row + 1) * job.k - rest), size_t(2 * rest));
-    memset(to + 2 * rest, 0, size_t(LINE - 2 * rest));
+// `count` blocks from `from` on of up to 32 rows of x, as [block][row][32], with zeros beyond k. Rows
+// as far apart as in x would share few sets of a cache.
+void copy_rows(const Job& job, long row, long rows, long from, long count, char* to) {
+  const long rest = least(job.k - from * DEPTH, count * DEPTH), whole = rest / DEPTH;
+  for (long i = 0; i < rows; i++, to += LINE) {
+    const char* x = job.x + 2 * ((row + i) * job.k + from * DEPTH);
+    for (long block = 0; block < whole; block++, x += LINE)
+      _mm512_store_si512(to + block * STRIP, _mm512_loadu_si512(x));
+    if (whole == count) continue;
+    const __mmask32 here = (1u << rest % DEPTH) - 1;
+    _mm512_store_si512(to + whole * STRIP, _mm512_maskz_loadu_epi16(here, x));
   }
 }
 
-void run(const Job& job, long task, Tiles& tiles, float* sums, char* tails) {
+// Asks the memory for lines of the weight that are used next; where there are none does no harm.
+void fetch(const char* at, const char* end) {
+  for (; at < end; at += LINE) _mm_prefetch(at, _MM_HINT_T1);
+}
+
+void run(const Job& job, long task, Tiles& tiles, float* sums, char* copies) {
   const long top = task / job.across * job.tall, bottom = least(top + job.tall, job.rows);
   const long left = task % job.across * job.broad;
   const long right = least(left + job.broad, ceiling(job.n, PANEL));
-  const long strips = ceiling(bottom - top, FEW), chunk = strips > 1 ? CHUNK : job.blocks;
-  const bool odd = job.k % DEPTH != 0;
-  if (odd) copy_tails(job, top, bottom, tails);
-  for (long from = 0; from < job.blocks; from += chunk) {
-    const long count = least(chunk, job.blocks - from);
+  const long strips = ceiling(bottom - top, FEW);
+  for (long from = 0; from < job.blocks; from += job.chunk) {
+    const long count = least(job.chunk, job.blocks - from);
     const bool last = from + count == job.blocks;
+    for (long i = 0; i < strips; i++)
+      copy_rows(job, top + i * FEW, least(FEW, bottom - top - i * FEW), from, count,
+                copies + i * job.chunk * STRIP);
     for (long panel = left; panel < right; panel++) {
       const char* packed = job.packed + (panel * job.blocks + from) * STEP;
+      const char* soon = panel + 1 < right ? packed + job.blocks * STEP
+                         : last            ? job.packed
+                                           : job.packed + (left * job.blocks + from + count) * STEP;
       for (long i = 0; i < strips; i++) {
         const long row = top + i * FEW, rows = least(FEW, bottom - row);
-        const char* tail = last && odd ? tails + i * FEW * LINE : nullptr;
-        const Strip strip{job.x + 2 * (row * job.k + from * DEPTH), 2 * job.k, tail};
+        const char* x = copies + i * job.chunk * STRIP;
         float* own = sums + ((panel - left) * strips + i) * NUMBERS;
+        if (strips > 1) fetch(soon + STEP * job.chunk * i / strips, soon + STEP * job.chunk * (i + 1) / strips);
         configure(tiles, rows);
-        (rows > SIDE ? add_blocks<true> : add_blocks<false>)(strip, packed, count, from == 0, own);
+        (rows > SIDE ? add_blocks<true> : add_blocks<false>)(x, packed, count, from == 0, own);
         if (last) finish(job, own, row, rows, panel * PANEL);
       }
     }
@@ -145,12 +159,13 @@ void run(const Job& job, long task, Tiles& tiles, float* sums, char* tails) {
 void take_tasks(void* data) {
   Job& job = *(Job*)data;
   const long strips = ceiling(job.tall, FEW), bytes = 4 * NUMBERS * job.broad * strips;
-  char* room = (char*)aligned_alloc(LINE, size_t(bytes + LINE * FEW * strips));
+  char* room = (char*)aligned_alloc(LINE, size_t(bytes + STRIP * job.chunk * strips));
   if (!room) job.failed.store(1);
   const Rounding rounding;
   Tiles tiles;
   for (long task; room && (task = job.next.fetch_add(1)) < job.tasks;)
     run(job, task, tiles, (float*)room, room + bytes);
+  _mm_sfence();  // before another thread reads what was written past the caches
   free(room);
 }
 
@@ -164,7 +179,9 @@ int kvrelay_product(const char* x, const char* packed, const char* bias, char* o
   const long share = ceiling(panels * down, 4 * (alone ? 1 : threads));
   const long broad = most(1, least(share, BROAD)), across = ceiling(panels, broad);
   const long tasks = down * across, blocks = ceiling(k, DEPTH);
-  Job job{x, packed, bias, out, rows, n, k, blocks, tall, broad, across, tasks, {0}, {0}};
+  const bool passing = 2.0 * double(rows) * double(n) > PASSING;
+  const long chunk = tall > FEW ? least(CHUNK, blocks) : blocks;
+  Job job{x, packed, bias, out, rows, n, k, blocks, chunk, passing, tall, broad, across, tasks, {0}, {0}};
   if (alone) take_tasks(&job);
   else parallel(take_tasks, &job, unsigned(threads), 0);
   return int(job.failed.load());
