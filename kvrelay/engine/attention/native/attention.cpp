@@ -409,7 +409,8 @@ struct Worker {
   }
 
   // K as columns and V as rows of floats, or of pairs (key 2i, key 2i + 1), and zeros outside
-  // [low, high): of V up to `high`, or all with tiles. What is next is asked of the memory: [the same keys, or the next tile's].
+  // [low, high); of V up to `high`, and up to TILE if TILED. What is next is asked of the memory:
+  // [the same keys, or the next tile's].
   void pack(const int64_t* offsets, long low, long high, long head, const int64_t* next,
             long next_head) {
     const char* base = g.pool + BYTES * (g.layer * g.s_layer);
