@@ -15,6 +15,7 @@ ARGS ?=
 # Processes that run tests side by side: each starts clusters, and waits for them.
 JOBS ?= 2
 
+KERNELS := $(wildcard kvrelay/engine/attention/native/*.cpp kvrelay/engine/attention/native/*.h)
 PROTOS := $(wildcard protos/kvrelay/v1/*.proto)
 BUF := $(VENV)/buf/node_modules/.bin/buf
 BUF_PACKAGE := @bufbuild/buf@1.75.0
@@ -118,11 +119,14 @@ clean: ## remove the virtual environment and every cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Installs only when the dependencies in pyproject.toml have changed, so a second run starts at once
-# and needs no network.
-$(READY): pyproject.toml
+# and needs no network. Changed kernels of the CPU are compiled again.
+$(READY): pyproject.toml $(KERNELS)
 	@set -e; \
 	want=$$(sed '/^\[tool\.ruff\]/,$$d' pyproject.toml | cksum); \
-	if [ "$$(cat $@ 2>/dev/null)" = "$$want" ] && [ -x $(BIN)/kvrelay ]; then touch $@; exit 0; fi; \
+	if [ "$$(cat $@ 2>/dev/null)" = "$$want" ] && [ -x $(BIN)/kvrelay ]; then \
+		$(BIN)/python -m kvrelay.engine.attention.native.build || true; \
+		touch $@; exit 0; \
+	fi; \
 	for python in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11; do \
 		$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' \
 			2>/dev/null && break; python=; \
