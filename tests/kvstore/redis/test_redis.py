@@ -511,7 +511,7 @@ def test_a_clear_that_could_not_clear_all_says_so(tmp_path: Path) -> None:
     ):
         put(store, *(make(2000) for _ in range(60)))
         cluster.servers[1].kill()
-        with pytest.raises(Unavailable, match=f"not all: {cluster.servers[1].address}") as caught:
+        with pytest.raises(Unavailable, match=f"not all: .*{cluster.servers[1].address}") as caught:
             store.clear(TIMEOUT)
         assert 1 < int(str(caught.value).split()[0]) < 60
         assert store.stats(TIMEOUT).entries == 0
