@@ -295,25 +295,26 @@ def test_a_mistake_is_found(sources: Path, processor: None, name: str) -> None:
     assert found_by(compile_in(sources)) is not None
 
 
-@pytest.mark.slow
-def test_the_products_themselves_pass(sources: Path, tiles: None) -> None:
-    assert found_by(compile_in(sources, build.AMX), PRODUCT_PROGRAMS) is None
+# The parts of the object with AMX: the file, its mistakes, and the programs that must find them.
+AMX_PARTS = {
+    "products": (PRODUCTS, PRODUCT_MUTANTS, PRODUCT_PROGRAMS),
+    "tiles": (KERNEL, TILE_MUTANTS, TILE_PROGRAMS),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PRODUCT_MUTANTS)
-def test_a_mistake_in_the_products_is_found(sources: Path, tiles: None, name: str) -> None:
-    change(sources / PRODUCTS, *PRODUCT_MUTANTS[name])
-    assert found_by(compile_in(sources, build.AMX), PRODUCT_PROGRAMS) is not None
+@pytest.mark.parametrize("part", AMX_PARTS)
+def test_a_part_with_amx_itself_passes(sources: Path, tiles: None, part: str) -> None:
+    _, _, programs = AMX_PARTS[part]
+    assert found_by(compile_in(sources, build.AMX), programs) is None
 
 
 @pytest.mark.slow
-def test_the_tiles_themselves_pass(sources: Path, tiles: None) -> None:
-    assert found_by(compile_in(sources, build.AMX), TILE_PROGRAMS) is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TILE_MUTANTS)
-def test_a_mistake_in_the_tiles_is_found(sources: Path, tiles: None, name: str) -> None:
-    change(sources / KERNEL, *TILE_MUTANTS[name])
-    assert found_by(compile_in(sources, build.AMX), TILE_PROGRAMS) is not None
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [(part, name) for part, (_, mutants, _) in AMX_PARTS.items() for name in mutants],
+)
+def test_a_mistake_with_amx_is_found(sources: Path, tiles: None, part: str, name: str) -> None:
+    file, mutants, programs = AMX_PARTS[part]
+    change(sources / file, *mutants[name])
+    assert found_by(compile_in(sources, build.AMX), programs) is not None

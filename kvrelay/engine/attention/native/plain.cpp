@@ -2,7 +2,6 @@
 //
 // For machines without AVX2, and the oracle of the tests and of the self-test. Build with
 // -ffp-contract=off.
-#include "products.h"
 #include "scalar.h"
 
 #include <atomic>
@@ -22,14 +21,6 @@ float tangent(float x) {
 }
 
 float share(float own, float peak) { return own == peak ? 1.f : power(own - peak); }
-
-// A block of 32 products of bfloat16 as in plain_products.cpp; `a` and `b` give the numbers.
-template <class A, class B>
-float add_block(float sum, const A& a, const B& b) {
-  float parts[2] = {};
-  for (int64_t i = 0; i < DEPTH; i++) parts[i % 2] = fmaf(a(i), b(i), parts[i % 2]);
-  return sum + (parts[0] + parts[1]);
-}
 
 struct Part {
   float top, sums[16], *acc;

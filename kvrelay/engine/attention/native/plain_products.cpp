@@ -1,9 +1,4 @@
 // What products.cpp computes, one element at a time in plain C++: the definition of an element.
-//
-// In a block of 32 numbers the products at even places are added up, beginning with zero and with
-// one rounding each, and so are those at odd places; then both sums are added, and that to the
-// element. The instruction TDPBF16PS does this, and takes subnormal numbers for zero everywhere.
-#include "products.h"
 #include "scalar.h"
 
 #if defined(__x86_64__) && defined(__linux__)
@@ -17,16 +12,6 @@ namespace {
 
 float at(const char* numbers, int64_t i) { return element(numbers, i, BFLOAT16); }
 
-// The 32 numbers that a column has in a block, at even distances.
-float add_block(float sum, const char* x, int64_t count, const char* tile, int64_t column) {
-  float parts[2] = {};
-  for (int64_t i = 0; i < DEPTH; i++) {
-    const float weight = at(tile, i / 2 * PANEL + column * 2 + i % 2);
-    parts[i % 2] = fmaf(i < count ? at(x, i) : 0.f, weight, parts[i % 2]);
-  }
-  return sum + (parts[0] + parts[1]);
-}
-
 }  // namespace
 
 int kvrelay_product(const char* x, const char* packed, const char* bias, char* out, int64_t rows,
@@ -37,8 +22,12 @@ int kvrelay_product(const char* x, const char* packed, const char* bias, char* o
     for (int64_t column = 0; column < n; column++) {
       const char* tile = packed + column / PANEL * blocks * STEP + column % PANEL / SIDE * (STEP / 2);
       float y = 0.f;
-      for (int64_t block = 0; block < blocks; block++, tile += STEP)
-        y = add_block(y, x + 2 * (row * k + block * DEPTH), k - block * DEPTH, tile, column % SIDE);
+      for (int64_t block = 0; block < blocks; block++, tile += STEP) {
+        const char* here = x + 2 * (row * k + block * DEPTH);
+        const int64_t count = k - block * DEPTH;
+        y = add_block(y, [&](int64_t i) { return i < count ? at(here, i) : 0.f; },
+                      [&](int64_t i) { return at(tile, i / 2 * PANEL + column % SIDE * 2 + i % 2); });
+      }
       if (bias) y += at(bias, column);
       const uint16_t half = bfloat16(y);
       memcpy(out + 2 * (row * n + column), &half, 2);

@@ -1,7 +1,7 @@
 // Numbers of every kind in plain C++, for the objects that define what a row is.
 #pragma once
 
-#include "arguments.h"
+#include "products.h"
 
 #include <cmath>
 #include <cstring>
@@ -75,6 +75,17 @@ float power(float x) {  // 2 ** x
                         2.4022650695910072e-1f, 6.9314718055994531e-1f, 1.f})
     y = fmaf(y, f, c);
   return number(bits(y) + (uint32_t(int(whole)) << 23));
+}
+
+// Adds a block of 32 products of bfloat16; a(i) and b(i) are the numbers at place i. The products at
+// even places are added up, beginning with zero and with one rounding each, and so are those at odd
+// places; then both sums are added, and that to `sum`. The instruction TDPBF16PS does this, and takes
+// subnormal numbers for zero everywhere.
+template <class A, class B>
+float add_block(float sum, const A& a, const B& b) {
+  float parts[2] = {};
+  for (int64_t i = 0; i < DEPTH; i++) parts[i % 2] = fmaf(a(i), b(i), parts[i % 2]);
+  return sum + (parts[0] + parts[1]);
 }
 
 struct Rounding {  // as that of lanes.h
