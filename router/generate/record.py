@@ -22,7 +22,7 @@ log.setLevel(logging.INFO)  # written at any --log-level
 
 class RequestRecord:
     """One call of ``Generate``, or one HTTP request with all its prompts. ``peer``: the client's
-    address. ``error``: the one that was sent to it.
+    address. ``error``: what the client received instead of an answer.
     """
 
     def __init__(self, tenant: Tenant, door: Door, peer: str) -> None:
