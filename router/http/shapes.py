@@ -18,7 +18,7 @@ from router.http.ask import AnswerForm
 Json: TypeAlias = dict[str, object]
 DONE = "data: [DONE]\n\n"
 LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
-"""JSON escapes all others. httpx is such a client, and with it much that reads events."""
+"""Ends of lines for ``str.splitlines`` that JSON does not escape; httpx reads lines like this."""
 
 FINISH = {
     types_pb2.FINISH_REASON_STOP: "stop",
@@ -28,7 +28,7 @@ FINISH = {
 
 
 def dump(value: object) -> str:
-    """Compact JSON on one line, also for clients that end lines as ``str.splitlines`` does."""
+    """Compact JSON, with ``LINE_ENDS`` escaped so that every client reads it as one line."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return text if text.isascii() else text.translate(LINE_ENDS)
 
