@@ -8,7 +8,7 @@ from kvrelay.config.reader import option
 from kvrelay.errors import Rejected
 from kvrelay.process.logs import FORMATS, LEVELS
 from kvrelay.rpc.address import LOOPBACK
-from kvrelay.rpc.security.options import SecurityOptions
+from kvrelay.rpc.tracing import TracingOptions
 from kvstore.limits import (
     BUDGET,
     DISK_BUDGET,
@@ -21,7 +21,7 @@ from kvstore.limits import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreConfig(SecurityOptions):
+class StoreConfig(TracingOptions):
     """Flags, environment and file of the store."""
 
     host: str = option(LOOPBACK, "address to listen on", metavar="HOST")

@@ -11,6 +11,7 @@ from kvrelay.config.reader import load
 from kvrelay.config.values import show_bytes, show_size
 from kvrelay.process import logs
 from kvrelay.process.memory import check_fits, host_memory
+from kvrelay.rpc import tracing
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.credentials import Credentials
@@ -43,6 +44,14 @@ GC_THRESHOLDS = (20_000, 10, 500)
 
 async def serve(config: StoreConfig) -> int:
     """Serve until a signal; returns the exit status."""
+    tracing.install(config, "store")
+    try:
+        return await _serve(config)
+    finally:
+        await asyncio.to_thread(tracing.end)
+
+
+async def _serve(config: StoreConfig) -> int:
     if (warning := check_fits("budget", config.budget, host_memory())) is not None:
         log.warning("%s", warning)
     limits = StoreLimits(

@@ -100,6 +100,7 @@ def _store(config: ClusterConfig, port: int, socket_port: int) -> ProcessSpec:
         "metrics-port": metrics,
         "log-level": config.log_level,
         "log-format": config.log_format,
+        **_tracing(config),
     }
     args = [*_flags(given)]
     if config.store_disk is not None:
@@ -187,7 +188,7 @@ def _router(
 
 
 def _tracing(config: ClusterConfig) -> dict[str, object]:
-    """Tracing flags, for the router and the workers."""
+    """Tracing flags of every process."""
     endpoint = config.otlp_endpoint
     ratio = None if endpoint is None else config.trace_ratio
     return {"otlp-endpoint": endpoint, "trace-ratio": ratio}

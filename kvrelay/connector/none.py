@@ -17,7 +17,7 @@ class NoConnector:
     def start(self, notify: Callable[[], None]) -> None:
         self._notify = notify
 
-    def lookup(self, query: Query) -> int:
+    def lookup(self, query: Query) -> int | None:
         return 0
 
     def why(self, request_id: str) -> None:

@@ -1,6 +1,7 @@
 """A queue of jobs and the threads that run them.
 
-Each job ends exactly once: it is run, or given up when the pool closes.
+Each job ends exactly once: it is run, or given up when the pool closes. It runs in the context of
+its caller, so its calls belong to the caller's span.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextvars import Context, copy_context
 from typing import Protocol
 
 from kvrelay.rpc.deadline import Deadline
@@ -33,7 +35,7 @@ class ThreadPool:
     """
 
     def __init__(self, name: str, threads: int, crashed: Callable[[], None]) -> None:
-        self._jobs: deque[QueuedJob] = deque()
+        self._jobs: deque[tuple[QueuedJob, Context]] = deque()
         self._wake = threading.Condition()
         self._closed = False
         self._crashed = crashed
@@ -51,7 +53,7 @@ class ThreadPool:
         """Queue a job. Once the pool is closed, the job is given up at once."""
         with self._wake:
             if not self._closed:
-                self._jobs.append(job)
+                self._jobs.append((job, copy_context()))
                 self._wake.notify()
                 return
         job.give_up()
@@ -63,7 +65,7 @@ class ThreadPool:
             left = self._jobs
             self._jobs = deque()
             self._wake.notify_all()
-        for job in left:
+        for job, _ in left:
             job.give_up()
 
     def join(self, deadline: Deadline) -> None:
@@ -72,16 +74,17 @@ class ThreadPool:
             if thread.ident is not None:
                 thread.join(deadline.remaining())
 
-    def _next(self) -> QueuedJob | None:
+    def _next(self) -> tuple[QueuedJob, Context] | None:
         with self._wake:
             while not self._jobs and not self._closed:
                 self._wake.wait()
             return self._jobs.popleft() if self._jobs else None
 
     def _work(self) -> None:
-        while (job := self._next()) is not None:
+        while (queued := self._next()) is not None:
+            job, context = queued
             try:
-                job.run()
+                context.run(job.run)
             except Exception as error:  # noqa: BLE001 - the edge of a thread: it ends this job
                 self._report(job, error)
 

@@ -22,7 +22,7 @@ from kvrelay.engine.core.plan import Committed, EngineLimits, Plan
 from kvrelay.engine.core.request import Finish, Order
 from kvrelay.engine.core.scheduler import Scheduler
 from kvrelay.engine.core.totals import Totals
-from kvrelay.engine.core.updates import OutputGrammar, Sampled, Token, Update, Work
+from kvrelay.engine.core.updates import LegTrace, OutputGrammar, Sampled, Token, Update, Work
 from kvrelay.engine.safe_connector import SafeConnector
 from kvrelay.engine.stepping import SteppingThread
 from kvrelay.errors import Exhausted, KvrelayError, Unavailable
@@ -116,11 +116,12 @@ class Engine(SteppingThread):
         sampling: Sampling,
         stop_checker: StopChecker | None = None,
         grammar: OutputGrammar | None = None,
+        trace: LegTrace | None = None,
     ) -> None:
         """Queue a request; its updates, a refusal included, go to ``deliver`` under its id."""
         if self._closing.is_set():
             raise Unavailable("the worker is stopping")
-        self._post(lambda: self._submit(order, sampling, stop_checker, grammar))
+        self._post(lambda: self._submit(order, sampling, stop_checker, grammar, trace))
 
     def abort(self, request_id: str) -> None:
         """End a request without further updates. An unknown id is no error."""
@@ -192,7 +193,7 @@ class Engine(SteppingThread):
 
     def _note_admitted(self, leg: Leg, now: float) -> None:
         if leg.first is None:
-            leg.lookup = self._connector.looked_up(leg.request.id)
+            leg.lookup = self._connector.looked_up(leg.request.id, now)
             self._legs.note_admission(leg, self._connector.why(leg.request.id), now)
 
     def _start_saves(self, saves: Sequence[Save]) -> None:
@@ -241,6 +242,7 @@ class Engine(SteppingThread):
         sampling: Sampling,
         stop_checker: StopChecker | None,
         grammar: OutputGrammar | None,
+        trace: LegTrace | None,
     ) -> None:
         limit = self._options.max_waiting
         try:
@@ -252,11 +254,14 @@ class Engine(SteppingThread):
         except KvrelayError as error:
             self._legs.fail(order.request_id, error)
         else:
-            self._legs.add(Leg(request, sampling, stop_checker, time.monotonic(), grammar))
+            now = time.monotonic()
+            self._legs.add(Leg(request, sampling, stop_checker, now, grammar, trace))
+            self._connector.follow(order.request_id, trace)
 
     def _abort(self, request_id: str) -> None:
         self._scheduler.abort(request_id)
-        if self._legs.drop(request_id):
+        now = time.monotonic()
+        if self._legs.drop(request_id, self._connector.looked_up(request_id, now), now):
             self._connector.release(request_id)
 
     def _end_leg(self, leg: Leg) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 from kvrelay.engine.core.external import Connector, Load, Loaded, Query, Save, Saved, TransferEvent
+from kvrelay.engine.core.updates import LegTrace
 from kvrelay.process import logs
 from kvrelay.usage import Miss
 
@@ -26,10 +28,16 @@ class SafeConnector:
         self._events: list[TransferEvent] = []
         self._asked: dict[str, float] = {}  # when the lookup of a request was sent, if it waits
         self._looked_up: dict[str, tuple[float, float]] = {}
+        self._traces: dict[str, LegTrace] = {}
+
+    def follow(self, request_id: str, trace: LegTrace | None) -> None:
+        """What a request asks of the store belongs to its trace, until ``release``."""
+        if trace is not None:
+            self._traces[request_id] = trace
 
     def lookup(self, query: Query) -> int | None:
         """No tokens, if the connector raises."""
-        with _logged("lookup", query.request_id):
+        with _logged("lookup", query.request_id, self._traces):
             answer = self._connector.lookup(query)
             if answer is None:
                 self._asked.setdefault(query.request_id, time.monotonic())
@@ -38,8 +46,13 @@ class SafeConnector:
             return answer
         return 0
 
-    def looked_up(self, request_id: str) -> tuple[float, float] | None:
-        """Begin and end of a request's last lookup; ``None`` if it did not wait for one."""
+    def looked_up(self, request_id: str, now: float) -> tuple[float, float] | None:
+        """Begin and end of a request's last lookup; ``None`` if it did not wait for one.
+
+        The end is ``now`` if the answer has not come.
+        """
+        if (asked := self._asked.get(request_id)) is not None:
+            return asked, now
         return self._looked_up.get(request_id)
 
     def why(self, request_id: str) -> Miss | None:
@@ -50,7 +63,7 @@ class SafeConnector:
 
     def load(self, load: Load) -> None:
         """A load that could not start ends with no tokens."""
-        with _logged("load", load.request_id):
+        with _logged("load", load.request_id, self._traces):
             self._connector.load(load)
             return
         self._events.append(Loaded(load.request_id, load.epoch, 0, Miss.UNKNOWN))
@@ -63,7 +76,7 @@ class SafeConnector:
 
     def save(self, save: Save) -> None:
         """A save that could not start ends with nothing stored."""
-        with _logged("save", save.request_id):
+        with _logged("save", save.request_id, self._traces):
             self._connector.save(save)
             return
         self._events.append(Saved(save.request_id, save.epoch, save.serial, 0))
@@ -72,6 +85,7 @@ class SafeConnector:
         """If the connector raises, the leases end by their deadlines."""
         self._asked.pop(request_id, None)
         self._looked_up.pop(request_id, None)
+        self._traces.pop(request_id, None)
         with _logged("release", request_id):
             self._connector.release(request_id)
 
@@ -85,10 +99,17 @@ class SafeConnector:
 
 
 @contextmanager
-def _logged(call: str, request_id: str) -> Iterator[None]:
-    """Log what the connector raises, and continue after the block."""
+def _logged(
+    call: str, request_id: str, traces: Mapping[str, LegTrace] = MappingProxyType({})
+) -> Iterator[None]:
+    """Log what the connector raises, and continue after the block, which belongs to the trace."""
+    trace = traces.get(request_id)
     try:
-        yield
+        if trace is None:
+            yield
+        else:
+            with trace.calling():
+                yield
     except Exception as error:  # noqa: BLE001 - the edge: a connector that breaks is a miss
         _report(call, request_id, error)
 

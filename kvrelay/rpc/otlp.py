@@ -50,6 +50,7 @@ class RecordedSpan(Span):
         self._tracer = tracer
         self._origin = origin
         self.on = span.is_recording()
+        self._complete = False
 
     def __exit__(
         self,
@@ -84,12 +85,17 @@ class RecordedSpan(Span):
 
     def fail(self, error: BaseException) -> None:
         """The message is left out: it may quote the request."""
+        if self._complete:
+            return
         if isinstance(error, asyncio.CancelledError | GeneratorExit):
             self._span.set_attribute("error.type", "cancelled")
             return
         self._span.set_attribute("error.type", type(error).__name__)
         if not isinstance(error, KvrelayError) or code_of(error) not in CLIENT_FAULTS:
             self._span.set_status(otel.StatusCode.ERROR)
+
+    def complete(self) -> None:
+        self._complete = True
 
     def _child(
         self,

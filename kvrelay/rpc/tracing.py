@@ -6,7 +6,9 @@ While it is off every span is ``OFF``, whose methods do nothing. Moments are of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TypeAlias, cast
@@ -81,8 +83,27 @@ class Span:
     def fail(self, error: BaseException) -> None:
         """Record the error that ends it."""
 
+    def complete(self) -> None:
+        """Its work is done: an error from now on is none of its own."""
+
 
 OFF = Span()
+_current: ContextVar[Span] = ContextVar("kvrelay.span", default=OFF)
+
+
+def current() -> Span:
+    """The span that this task or thread works for."""
+    return _current.get()
+
+
+@contextmanager
+def under(span: Span) -> Iterator[None]:
+    """What the caller does inside, and jobs that it queues, belong to ``span``."""
+    before = _current.set(span)
+    try:
+        yield
+    finally:
+        _current.reset(before)
 
 
 _tracer: OtlpTracer | None = None
@@ -115,6 +136,11 @@ def install(options: TracingOptions, service: str) -> None:
         _tracer = OtlpTracer(service, options.otlp_endpoint, options.trace_ratio)
 
 
+def installed() -> bool:
+    """Whether this process makes spans."""
+    return _tracer is not None
+
+
 def end() -> None:
     """Send the last spans, within a bounded time, and make no more."""
     global _tracer
@@ -124,15 +150,24 @@ def end() -> None:
         tracer.end()
 
 
-class _Call(Protocol):
+class Call(Protocol):
+    """A gRPC call that this process serves."""
+
     def invocation_metadata(self) -> object: ...
 
 
-def headers_of(call: _Call) -> Headers:
-    """The metadata of a gRPC call that this process serves; empty if it makes no spans."""
+def headers_of(call: Call) -> Headers:
+    """The metadata of a call; empty if this process makes no spans."""
     return cast("Headers", call.invocation_metadata()) if _tracer is not None else ()
 
 
 def serving(name: str, headers: Headers, attributes: Attributes = NONE) -> Span:
     """Begin the span of a request that this task serves, as a child of the span in ``headers``."""
     return OFF if _tracer is None else _tracer.serving(name, headers, attributes)
+
+
+def joining(name: str, call: Call) -> Span:
+    """Begin the span of a call that is part of a trace; a call without ``traceparent`` has none."""
+    headers = tuple(headers_of(call))
+    traced = any(key == "traceparent" for key, _ in headers)
+    return serving(name, headers) if traced else OFF

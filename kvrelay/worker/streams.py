@@ -9,7 +9,15 @@ from contextlib import aclosing, asynccontextmanager, suppress
 
 from kvrelay.engine.core.legs import StopChecker
 from kvrelay.engine.core.request import Order
-from kvrelay.engine.core.updates import Admitted, Ended, Failed, OutputGrammar, Token, Update
+from kvrelay.engine.core.updates import (
+    Admitted,
+    Ended,
+    Failed,
+    LegTrace,
+    OutputGrammar,
+    Token,
+    Update,
+)
 from kvrelay.errors import Draining
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.sampling import Sampling
@@ -69,6 +77,7 @@ class LegStreams:
         sampling: Sampling,
         stop_checker: StopChecker | None,
         grammar: OutputGrammar | None = None,
+        trace: LegTrace | None = None,
     ) -> AsyncGenerator[AsyncGenerator[LegUpdates]]:
         """Submit an order and yield its updates. Leaving the context early aborts the leg."""
         if self.draining:
@@ -77,7 +86,7 @@ class LegStreams:
         self._queues[order.request_id] = queue
         self._idle.clear()
         try:
-            engine.submit(order, sampling, stop_checker, grammar)
+            engine.submit(order, sampling, stop_checker, grammar, trace)
             async with aclosing(_batches(queue)) as batches:
                 yield batches
         finally:

@@ -27,7 +27,7 @@ from kvrelay.worker.grammars import LegGrammars
 from kvrelay.worker.handoff import check_signature, check_tokens, sign
 from kvrelay.worker.metrics import WorkerHistograms
 from kvrelay.worker.roles import WorkerIdentity
-from kvrelay.worker.spans import traced
+from kvrelay.worker.spans import LegSpans
 from kvrelay.worker.stop_strings import StopCheckers
 from kvrelay.worker.streams import LegStreams, LegUpdates
 from kvstore.urls import public_urls
@@ -105,11 +105,12 @@ class Worker:
         about = {"rpc.system.name": "grpc", "kvrelay.worker.id": self.identity.id}
         with tracing.serving(NAMES[role], headers, about) as span:
             grammar = await self.grammars.of(leg)
-            async with self._submitted(role, leg, handoff, grammar) as batches:
-                if not span.on:
+            spans = LegSpans(span, role) if span.on else None
+            async with self._submitted(role, leg, handoff, grammar, spans) as batches:
+                if spans is None:
                     yield batches
                     return
-                async with aclosing(traced(batches, span, role)) as watched:
+                async with aclosing(spans.watch(batches)) as watched:
                     yield watched
 
     def _submitted(
@@ -118,6 +119,7 @@ class Worker:
         leg: types_pb2.Leg,
         handoff: types_pb2.Handoff | None,
         grammar: TokenGrammar | None,
+        spans: LegSpans | None,
     ) -> AbstractAsyncContextManager[AsyncGenerator[LegUpdates]]:
         """Does not wait: what it checks still holds when the leg is submitted."""
         if role != self.identity.role:
@@ -133,7 +135,7 @@ class Worker:
         save = self.config.store is not None
         order = convert.order(leg, engine_id, sampling, prefill_only, save, space)
         stop_checker = self.stop_checkers.of(order, sampling)
-        return self.streams.run(self.engine, order, sampling, stop_checker, grammar)
+        return self.streams.run(self.engine, order, sampling, stop_checker, grammar, spans)
 
     def handoff(self, leg: types_pb2.Leg, ended: Ended) -> types_pb2.Handoff:
         """The signed handoff of a prefill leg to the decode leg."""

@@ -1,6 +1,7 @@
 """The calls of ``kvrelay.v1.StoreService`` as functions. gRPC errors are mapped here.
 
-``Get`` and ``Put`` carry messages as bytes, see ``kvstore.wire.buffers``.
+Calls that find or move blocks carry the caller's trace to the store. ``Get`` and ``Put`` carry
+messages as bytes, see ``kvstore.wire.buffers``.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import grpc
 import grpc.experimental
 
 from kvrelay.errors import Unavailable
+from kvrelay.rpc import tracing
 from kvrelay.rpc.channel import ChannelOptions, open_sync_channel
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.status import from_rpc_error
+from kvrelay.rpc.tracing import Metadata
 from kvrelay.v1 import store_pb2 as pb
 from kvrelay.v1.store_pb2_grpc import StoreServiceStub
 
@@ -25,6 +28,11 @@ _READ_IN_PLACE = (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1)
 class _Options(ChannelOptions):
     def arguments(self) -> list[tuple[str, int]]:
         return [*ChannelOptions.arguments(self), _READ_IN_PLACE]
+
+
+def trace() -> Metadata:
+    """The metadata that makes the store's span of a call a child of the caller's span."""
+    return tracing.current().metadata
 
 
 @contextmanager
@@ -56,7 +64,9 @@ class StoreCalls:
     def transports(self, deadline: Deadline) -> pb.GetTransportsResponse:
         """``GetTransports``."""
         with mapped_errors():
-            return self.stub.GetTransports(pb.GetTransportsRequest(), timeout=deadline.remaining())
+            return self.stub.GetTransports(
+                pb.GetTransportsRequest(), timeout=deadline.remaining(), metadata=trace()
+            )
 
     def locate(
         self, names: Sequence[bytes], lease_ms: int, deadline: Deadline
@@ -64,13 +74,15 @@ class StoreCalls:
         """``Locate``, with a lease of ``lease_ms``."""
         with mapped_errors():
             return self.stub.Locate(
-                pb.LocateRequest(names=names, lease_ms=lease_ms), timeout=deadline.remaining()
+                pb.LocateRequest(names=names, lease_ms=lease_ms),
+                timeout=deadline.remaining(),
+                metadata=trace(),
             )
 
     def reserve(self, request: pb.ReserveRequest, deadline: Deadline) -> pb.ReserveResponse:
         """``Reserve``."""
         with mapped_errors():
-            return self.stub.Reserve(request, timeout=deadline.remaining())
+            return self.stub.Reserve(request, timeout=deadline.remaining(), metadata=trace())
 
     def abandon(self, ticket: int, timeout: float) -> None:
         """Abandon the rest of a reservation: a put under its ticket that carries no block."""

@@ -26,7 +26,7 @@ from kvstore.base import (
     SurveyResult,
     Want,
 )
-from kvstore.client.calls import StoreCalls, mapped_errors
+from kvstore.client.calls import StoreCalls, mapped_errors, trace
 from kvstore.client.transports.base import GetProgress, Transport
 from kvstore.client.transports.grants import PutGrant, abandoned_on_error, reserve_request
 from kvstore.client.transports.grpc_transport import buffers_of
@@ -168,7 +168,7 @@ class RemoteStore:
         request = pb.RecheckRequest(name=name, proof=proof)
         try:
             with mapped_errors():
-                self._calls.stub.Recheck(request, timeout=deadline.remaining())
+                self._calls.stub.Recheck(request, timeout=deadline.remaining(), metadata=trace())
         except KvrelayError as error:
             log.info("%s: block %s was not verified again: %s", self.url, name.hex(), error)
 
@@ -184,7 +184,7 @@ class RemoteStore:
         )
         asked = time.monotonic()
         with mapped_errors():
-            answer = self._calls.stub.Lookup(request, timeout=timeout)
+            answer = self._calls.stub.Lookup(request, timeout=timeout, metadata=trace())
         self._transports.seen_boot(answer.boot)
         lease = Lease(answer.lease, answer.boot, asked + answer.lease_ms / 1000)
         return answer, lease if answer.lease else None
@@ -229,5 +229,7 @@ class RemoteStore:
         head = pb.PutHead(claims=[claim_message(offer) for offer in offers])
         request = pb.PutSmallRequest(head=head, data=b"".join(buffers_of(offers)))
         with mapped_errors():
-            answer = self._calls.stub.PutSmall(request, timeout=deadline.remaining())
+            answer = self._calls.stub.PutSmall(
+                request, timeout=deadline.remaining(), metadata=trace()
+            )
         return outcomes_of(answer, len(offers))

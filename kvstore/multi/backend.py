@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from contextvars import copy_context
 from typing import TypeVar
 
 from kvrelay.errors import DeadlineExceeded, Unavailable
@@ -47,7 +48,7 @@ class StoreBackend:
         self._room = threading.BoundedSemaphore(MOST_CALLS)
 
     def submit(self, call: Callable[[Store, float], R], timeout: float) -> Future[R]:
-        """Run ``call`` in another thread with the store and the seconds left then."""
+        """Run ``call`` in another thread, in this context, with the store and the seconds left."""
         asked = time.monotonic()
 
         def run() -> R:
@@ -62,7 +63,7 @@ class StoreBackend:
         if not self._room.acquire(blocking=False):
             return _failed(Unavailable(f"{MOST_CALLS} calls wait for {self.name}"))
         try:
-            future = self._threads.submit(run)
+            future = self._threads.submit(copy_context().run, run)
         except RuntimeError:  # the threads were shut down
             self._room.release()
             return _failed(Unavailable("this store was closed"))

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
+from contextvars import copy_context
 from queue import SimpleQueue
 
 from kvrelay.errors import KvrelayError
@@ -27,7 +28,9 @@ class BackendFetch:
         self._timeout = timeout
         self._arrived: SimpleQueue[GetResult | None] = SimpleQueue()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"fetch {backend.name}", daemon=True)
+        self._thread = threading.Thread(
+            target=copy_context().run, args=(self._run,), name=f"fetch {backend.name}", daemon=True
+        )
 
     def __enter__(self) -> BackendFetch:
         self._thread.start()

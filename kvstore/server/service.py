@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 
 from kvrelay.block.name import NAME_BYTES
 from kvrelay.errors import Corrupt, DeadlineExceeded, Rejected
+from kvrelay.rpc import tracing
 from kvrelay.rpc.security.identity import caller
 from kvrelay.v1 import store_pb2 as pb
 from kvstore.base import Lease, Outcome
@@ -35,6 +36,7 @@ from kvstore.server.responses import (
     snapshot_matching,
     stats_response,
 )
+from kvstore.server.spans import traced, traced_get
 from kvstore.server.tenants import TenantScope
 from kvstore.server.watching import WatchOptions, WatchServer, WatchStream
 from kvstore.wire.buffers import data_message, data_messages
@@ -284,9 +286,11 @@ class StoreService:
         if disk_index is None or not disk_index.load(names):
             return
         self._changed.listen()
-        end = time.monotonic() + seconds
+        begun = time.monotonic()
+        end = begun + seconds
         while disk_index.is_loading(names) and (left := end - time.monotonic()) > 0:
             await self._changed.wait(min(left, 1.0))
+        tracing.current().record("disk", begun, time.monotonic())
 
     def _check_lease(self, lease: Lease | None) -> None:
         """A copied message is valid only if its blocks were leased until the copy ended."""
@@ -307,21 +311,31 @@ def register(service: StoreService, server: grpc.aio.Server) -> None:
     bytes_out = grpc.unary_stream_rpc_method_handler
     bytes_in = grpc.stream_unary_rpc_method_handler
     table = {
-        "GetTransports": unary(service.transports, pb.GetTransportsRequest.FromString, _serialized),
-        "Lookup": unary(service.lookup, pb.LookupRequest.FromString, _serialized),
-        "Locate": unary(service.locate, pb.LocateRequest.FromString, _serialized),
-        "Reserve": unary(service.reserve, pb.ReserveRequest.FromString, _serialized),
+        "GetTransports": unary(
+            traced("GetTransports", service.transports),
+            pb.GetTransportsRequest.FromString,
+            _serialized,
+        ),
+        "Lookup": unary(traced("Lookup", service.lookup), pb.LookupRequest.FromString, _serialized),
+        "Locate": unary(traced("Locate", service.locate), pb.LocateRequest.FromString, _serialized),
+        "Reserve": unary(
+            traced("Reserve", service.reserve), pb.ReserveRequest.FromString, _serialized
+        ),
         "Hint": unary(service.hint, pb.HintRequest.FromString, _serialized),
         "Release": unary(service.release, pb.ReleaseRequest.FromString, _serialized),
-        "Recheck": unary(service.recheck, pb.RecheckRequest.FromString, _serialized),
+        "Recheck": unary(
+            traced("Recheck", service.recheck), pb.RecheckRequest.FromString, _serialized
+        ),
         "GetStats": unary(service.stats, pb.GetStatsRequest.FromString, _serialized),
         "Clear": unary(service.clear, pb.ClearRequest.FromString, _serialized),
-        "PutSmall": unary(service.put_small, pb.PutSmallRequest.FromString, _serialized),
+        "PutSmall": unary(
+            traced("PutSmall", service.put_small), pb.PutSmallRequest.FromString, _serialized
+        ),
         "Inspect": unary(service.inspect, pb.InspectRequest.FromString, _serialized),
         "List": bytes_out(service.list, pb.ListRequest.FromString, _serialized),
         "Watch": bytes_out(service.watch, pb.WatchRequest.FromString, _serialized),
-        "Get": bytes_out(service.get, pb.GetRequest.FromString, None),
-        "Put": bytes_in(service.put, None, _serialized),
+        "Get": bytes_out(traced_get(service.get), pb.GetRequest.FromString, None),
+        "Put": bytes_in(traced("Put", service.put), None, _serialized),
     }
     handlers = cast("dict[str, grpc.RpcMethodHandler[object, object]]", table)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))

@@ -80,6 +80,8 @@ async def _traced(worker: KnownWorker, order: LegOrder) -> AsyncGenerator[LegEve
                     generated += len(event.tokens)
                     account = event.usage or event.admitted or account
                     lost = event.usage is None
+                    if not lost:
+                        span.complete()
                     yield event
         finally:
             span.set(account_attributes(account, generated, lost))

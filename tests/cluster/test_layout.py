@@ -97,11 +97,11 @@ def test_the_router_alone_has_an_access_log() -> None:
     assert "--access-log" not in by_name(ClusterConfig(port=0))["router"].args
 
 
-def test_router_and_workers_have_the_collector() -> None:
+def test_every_process_has_the_collector() -> None:
     specs = by_name(ClusterConfig(port=0, otlp_endpoint="http://h:4317", trace_ratio=0.25))
     flags = {name: flags_of(spec) for name, spec in specs.items()}
     having = {name for name in flags if flags[name].get("--otlp-endpoint") == "http://h:4317"}
-    assert having == {"router", "prefill-0", "decode-0"}
+    assert having == {"store", "router", "prefill-0", "decode-0"}
     assert all(flags[name]["--trace-ratio"] == "0.25" for name in having)
     assert "--trace-ratio" not in flags_of(by_name(ClusterConfig(port=0))["router"])
 

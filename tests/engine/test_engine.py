@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 
 from kvrelay.connector.none import NoConnector
 from kvrelay.engine.core.external import Connector, Load, Query, Save, TransferEvent
 from kvrelay.engine.core.request import Order
-from kvrelay.engine.core.updates import Admitted, Failed, Sampled, Token, Update, Work
+from kvrelay.engine.core.updates import (
+    Admitted,
+    Ended,
+    Failed,
+    Sampled,
+    Token,
+    Update,
+    Work,
+)
 from kvrelay.engine.engine import Engine, EngineOptions
 from kvrelay.engine.stepping import DeviceLost
 from kvrelay.errors import Unavailable
@@ -76,6 +86,31 @@ class Raising(NoConnector):
                 raise RuntimeError(f"{call} broke")
 
 
+class Traced:
+    """Keeps the account of a dropped leg, and the calls to the store that were made for it."""
+
+    def __init__(self) -> None:
+        self.accounts: list[tuple[Ended, float]] = []
+        self.depth = 0
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        self.depth += 1
+        yield
+        self.depth -= 1
+
+    def dropped(self, account: Ended, now: float) -> None:
+        self.accounts.append((account, now))
+
+    @property
+    def phases(self) -> tuple[float, float, float, float]:
+        """Seconds of queue, load, first token, and the rest; they add up to the leg's life."""
+        ((account, now),) = self.accounts
+        timing = account.timing
+        parts = timing.queue, timing.load, timing.run
+        return *parts, now - timing.submitted - sum(parts)
+
+
 class Turned:
     """An engine without its thread: the test takes its turns. ``updates`` are all, by request."""
 
@@ -85,8 +120,15 @@ class Turned:
         options = EngineOptions(max_waiting=8)
         self.engine = Engine(runner, LIMITS, naming(), outside, self._deliver, options)
 
-    def submit(self, name: str, prompt: list[int], text: NoText | None = None) -> None:
-        self.engine.submit(Order(name, tuple(prompt), len(prompt), 6), Sampling(), text)
+    def submit(
+        self,
+        name: str,
+        prompt: list[int],
+        text: NoText | None = None,
+        trace: Traced | None = None,
+    ) -> None:
+        order = Order(name, tuple(prompt), len(prompt), 6)
+        self.engine.submit(order, Sampling(), text, trace=trace)
 
     def run(self) -> None:
         """Take turns until nothing is left to compute."""
@@ -220,3 +262,91 @@ def test_a_load_that_did_not_start_holds_no_blocks_after_its_step_failed() -> No
     turned.engine.turn()
     assert isinstance(turned.updates["r"][-1], Failed)
     assert turned.engine.load().held_blocks == 0
+
+
+class Watching(NoConnector):
+    """Records the trace under which each call is made; lookups are answered ``later`` times."""
+
+    def __init__(self, trace: Traced, later: int, tokens: int = 0) -> None:
+        super().__init__()
+        self.trace = trace
+        self.later = later
+        self.tokens = tokens
+        self.calls: dict[str, set[int]] = {}
+
+    def lookup(self, query: Query) -> int | None:
+        self.calls.setdefault("lookup", set()).add(self.trace.depth)
+        self.later -= 1
+        return None if self.later >= 0 else self.tokens
+
+    def load(self, load: Load) -> None:
+        self.calls.setdefault("load", set()).add(self.trace.depth)
+
+    def save(self, save: Save) -> None:
+        self.calls.setdefault("save", set()).add(self.trace.depth)
+        super().save(save)
+
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+@pytest.mark.parametrize("phase", ["lookup", "load", "compute"])
+def test_an_aborted_leg_tells_its_trace_how_far_it_came(phase: str) -> None:
+    trace = Traced()
+    connector = Watching(trace, 99 if phase == "lookup" else 0, 4 if phase == "load" else 0)
+    turned = Turned(ChainRunner(LIMITS.num_blocks, LIMITS.block_size), connector)
+    turned.submit("a", PROMPT, trace=trace)
+    turned.submit("other", [7, *PROMPT])  # without a trace
+    for _ in range(3):
+        turned.engine.turn()
+    begun = time.monotonic()
+    turned.engine.abort("a")
+    turned.engine.turn()
+    ((account, now),) = trace.accounts
+    assert begun <= now <= time.monotonic()
+    queue, load, run, rest = trace.phases
+    assert (queue > 0, load > 0, run + rest > 0) == {
+        "lookup": (True, False, False),
+        "load": (True, True, False),
+        "compute": (True, False, True),
+    }[phase]
+    assert account.tokens.generated == (3 if phase == "compute" else 0)
+    assert account.tokens.executed == (len(PROMPT) + 2 if phase == "compute" else 0)
+    if phase == "lookup":
+        assert account.timing.lookup is not None
+        assert account.timing.lookup[1] == now
+    wanted = {"lookup", "load"} if phase == "load" else {"lookup"}
+    assert wanted <= connector.calls.keys()
+    assert all(depths == {0, 1} for depths in connector.calls.values())  # ``other`` calls outside
+    turned.engine.abort("other")
+    turned.engine.turn()
+    assert len(trace.accounts) == 1
+
+
+def test_a_leg_of_a_step_that_broke_tells_its_trace_and_a_refused_one_has_none() -> None:
+    turned = Turned(Breaking(5))
+    broken, refused, whole = Traced(), Traced(), Traced()
+    turned.submit("broken", [1, 2, 3, 4, 5], trace=broken)
+    turned.submit("refused", list(range(LIMITS.max_model_len)), trace=refused)
+    turned.run()
+    turned.submit("whole", [7, 8], trace=whole)
+    turned.run()
+    assert broken.phases[0] >= 0
+    assert refused.accounts == whole.accounts == []
+
+
+def test_a_closed_engine_tells_the_traces_of_open_legs() -> None:
+    runner, trace = ChainRunner(LIMITS.num_blocks, LIMITS.block_size), Traced()
+    admitted = threading.Event()
+
+    def deliver(updates: Sequence[tuple[str, Update]]) -> None:
+        admitted.set()
+
+    connector = Watching(trace, 1 << 30)
+    engine = Engine(runner, LIMITS, naming(), connector, deliver)
+    engine.start()
+    engine.submit(Order("a", tuple(PROMPT), len(PROMPT), 6), Sampling(), trace=trace)
+    engine.submit(Order("b", tuple(range(LIMITS.max_model_len)), 64, 6), Sampling())
+    assert admitted.wait(60)  # the second was refused, so the first is there
+    engine.close()
+    assert len(trace.accounts) == 1

@@ -14,7 +14,7 @@ import pytest
 from kvrelay.v1 import router_pb2, router_pb2_grpc, types_pb2
 from router.service import GENERATE
 from tests.exact.oracle import Oracle
-from tests.failures.rig import Rig, rig
+from tests.failures.rig import BLOCK, Rig, rig
 from tests.otlp import PARENT, Collector, Seen, collector, traceparent
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
@@ -61,23 +61,29 @@ def only(tree: Sequence[Seen], service: str, name: str) -> Seen:
     return span
 
 
-def children(tree: Sequence[Seen], parent: Seen) -> list[str]:
-    return [span.name for span in tree if span.parent == parent.id]
+def children(tree: Sequence[Seen], parent: Seen, store: bool = False) -> list[str]:
+    """Those of the store, or all others."""
+    ours = [span for span in tree if span.parent == parent.id]
+    return [span.name for span in ours if (span.service == "kvrelay-store") == store]
 
 
 def counts(span: Seen) -> Mapping[str, object]:
     return {name: span.attributes[f"kvrelay.tokens.{name}"] for name in COUNTS}
 
 
-def check_tree(tree: Sequence[Seen], door: Seen) -> None:
-    """Every span but the door's has its parent in the tree, and lies in its time."""
+def check_tree(tree: Sequence[Seen], door: Seen, killed: bool = False) -> None:
+    """Every span but the door's has its parent in the tree, and lies in its time.
+
+    A worker that was ``killed`` has not sent its span; what the store did for it has no parent.
+    """
     by_id = {span.id: span for span in tree}
     assert len(by_id) == len(tree)
     assert door.parent == PARENT
     for span in tree:
         assert span.end >= span.begin, span
         assert span.state == "other=kept", span
-        if span is not door:
+        orphan = killed and span.service == "kvrelay-store" and span.parent not in by_id
+        if span is not door and not orphan:
             parent = by_id[span.parent]
             assert parent.begin <= span.begin, (parent, span)
 
@@ -90,7 +96,8 @@ def test_a_request_over_http_is_one_trace(traced: Rig, spans: Collector) -> None
 
     def complete(tree: Sequence[Seen]) -> bool:
         servers = {span.service for span in tree if span.kind == "server"}
-        return servers == {"kvrelay-router", "kvrelay-prefill", "kvrelay-decode"}
+        here = {"kvrelay-router", "kvrelay-prefill", "kvrelay-decode", "kvrelay-store"}
+        return servers == here and len(named(tree, "store", "Lookup")) == 2
 
     tree = spans.of(trace, complete)
     door = only(tree, "router", "POST /v1/completions")
@@ -108,6 +115,13 @@ def test_a_request_over_http_is_one_trace(traced: Rig, spans: Collector) -> None
     assert children(tree, served) == ["queue", "lookup", "compute", "save"]
     decoded = only(tree, "decode", "decode")
     assert set(children(tree, decoded)) == {"queue", "lookup", "load", "compute"}
+    assert {"Lookup", "PutSmall"} <= set(children(tree, served, store=True))
+    assert "Lookup" in children(tree, decoded, store=True)
+    asked, found = named(tree, "store", "Lookup")
+    assert asked.attributes["kvrelay.blocks.found"] == 0
+    assert found.attributes["kvrelay.blocks.found"] == -(100 // -BLOCK)
+    lookup = only(tree, "decode", "lookup")
+    assert lookup.begin <= found.begin <= found.end <= lookup.end
     usage = answer["usage"]
     assert request.attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"] == 100
     assert request.attributes["gen_ai.usage.output_tokens"] == usage["completion_tokens"] == 20
@@ -120,6 +134,7 @@ def test_a_request_over_http_is_one_trace(traced: Rig, spans: Collector) -> None
     assert load["kvrelay.tokens.external"] == decode.attributes["kvrelay.tokens.external"] == 100
     saved = only(tree, "prefill", "save").attributes["kvrelay.tokens.saved"]
     assert saved == prefill.attributes["kvrelay.tokens.saved"] == 100
+    assert not any("error.type" in span.attributes for span in tree)
 
 
 async def over_grpc(
@@ -157,7 +172,7 @@ def test_a_stream_whose_workers_were_killed_shows_every_leg(traced: Rig, spans: 
 
     tree = spans.of(trace, complete)
     door = only(tree, "router", GENERATE)
-    check_tree(tree, door)
+    check_tree(tree, door, killed=True)
     (request,) = (span for span in tree if span.parent == door.id)
     legs = [span for span in tree if span.kind == "client"]
     assert all(leg.parent == request.id for leg in legs)
@@ -177,6 +192,41 @@ def test_a_stream_whose_workers_were_killed_shows_every_leg(traced: Rig, spans: 
     assert request.attributes["gen_ai.usage.output_tokens"] == usage.completion_tokens == 300
     assert request.attributes["gen_ai.usage.input_tokens"] == usage.prompt_tokens == 60
     assert not request.failed
+
+
+def test_a_client_that_leaves_shows_how_far_the_legs_came(traced: Rig, spans: Collector) -> None:
+    trace = secrets.token_hex(16)
+
+    async def leave() -> int:
+        tokens = 0
+        async with grpc.aio.insecure_channel(traced.cluster.router) as channel:
+            stub = router_pb2_grpc.RouterServiceStub(channel)
+            headers = tuple(trace_headers(trace).items())
+            call = stub.Generate(generate(60, 900), timeout=SECONDS, metadata=headers)
+            async for response in call:
+                tokens += len(response.tokens)
+                if tokens >= KILL_AFTER:
+                    call.cancel()
+                    break
+        return tokens
+
+    tokens = asyncio.run(leave())
+
+    def complete(tree: Sequence[Seen]) -> bool:
+        return bool(named(tree, "decode", "compute") and named(tree, "router", GENERATE))
+
+    tree = spans.of(trace, complete)
+    check_tree(tree, only(tree, "router", GENERATE))
+    leg, decoded = only(tree, "router", "decode leg"), only(tree, "decode", "decode")
+    for span in (leg, decoded):
+        assert span.attributes["error.type"] == "cancelled"
+        assert not span.failed
+    assert set(children(tree, decoded)) == {"queue", "lookup", "load", "compute"}
+    compute = only(tree, "decode", "compute")
+    generated = int(str(compute.attributes["kvrelay.tokens.generated"]))
+    assert tokens - 1 <= generated < 899  # the first token is that of the prefill leg
+    assert only(tree, "decode", "load").attributes["kvrelay.tokens.external"] == 60
+    assert "error.type" not in only(tree, "prefill", "prefill").attributes
 
 
 @pytest.mark.parametrize("hangs", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -202,4 +252,4 @@ def test_a_collector_that_takes_nothing_disturbs_nothing(
     said = "\n".join(stand.lines)
     assert "killed" not in said
     assert "Traceback" not in said
-    assert said.count("the last spans are lost") == 3
+    assert said.count("the last spans are lost") == 4

@@ -20,6 +20,7 @@ from kvrelay.engine.core.updates import (
     Admitted,
     Ended,
     Failed,
+    LegTrace,
     OutputGrammar,
     Timing,
     Update,
@@ -47,6 +48,7 @@ class Leg:
     stop_checker: StopChecker | None
     submitted: float
     grammar: OutputGrammar | None = None
+    trace: LegTrace | None = None
     admitted: float | None = None
     lookup: tuple[float, float] | None = None  # of the first admission: begin and end
     asked: int = 0  # tokens looked up for the first admission
@@ -88,8 +90,8 @@ class Leg:
         self.open_saves -= 1
         self.stored.update(content.name for content in save.contents[: max(stored, 0)])
 
-    def account(self, block_size: int) -> Ended:
-        """The account of the finished request."""
+    def account(self, block_size: int, until: float | None = None) -> Ended:
+        """The account of the finished request, or of one that has run ``until`` now."""
         blocks = [(name, block_size) for name in self.request.names]
         if self.tail is not None:
             blocks.append((self.tail.name, len(self.tail.tokens)))
@@ -102,7 +104,7 @@ class Leg:
             last_name = name
         return Ended(
             tokens=leg_tokens(self.request),
-            timing=self._timing(),
+            timing=self._timing(until),
             preemptions=self.preemptions,
             saved=saved,
             last_name=last_name,
@@ -110,10 +112,10 @@ class Leg:
             missed=None if self.first is None else self.first.missed,
         )
 
-    def _timing(self) -> Timing:
-        admitted = self.submitted if self.admitted is None else self.admitted
-        running = admitted if self.running is None else self.running
-        first = running if self.first_token is None else self.first_token
+    def _timing(self, until: float | None) -> Timing:
+        admitted = _first(self.admitted, until, self.submitted)
+        running = _first(self.running, until, admitted)
+        first = _first(self.first_token, until, running)
         return Timing(
             queue=admitted - self.submitted,
             load=running - admitted,
@@ -265,18 +267,29 @@ class Legs:
         self._leave(leg)
         return True
 
-    def drop(self, request_id: str) -> bool:
-        """Close a leg without an account for its stream; returns whether it was open."""
+    def drop(self, request_id: str, lookup: tuple[float, float] | None, now: float) -> bool:
+        """Close a leg without an account for its stream; returns whether it was open.
+
+        ``lookup``: begin and end of the last one.
+        """
         leg = self._open.get(request_id)
-        if leg is not None:
-            self._leave(leg)
-        return leg is not None
+        if leg is None:
+            return False
+        if leg.trace is not None:
+            leg.lookup = leg.lookup or lookup
+            leg.trace.dropped(leg.account(self._block_size, now), now)
+        self._leave(leg)
+        return True
 
     def _leave(self, leg: Leg) -> None:
         """Close the leg; called once for every leg."""
         del self._open[leg.request.id]
         self._ended.update(_countable(leg))
         self.totals = self.totals.with_leg(leg.request.finish)
+
+
+def _first(*moments: float | None) -> float:
+    return next(moment for moment in moments if moment is not None)
 
 
 def _countable(leg: Leg) -> Mapping[str, int]:

@@ -7,6 +7,7 @@ or ``Failed`` is the last one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
@@ -140,3 +141,13 @@ class Failed:
 
 
 Update = Admitted | Token | Ended | Failed
+
+
+class LegTrace(Protocol):
+    """The spans of a leg that is traced."""
+
+    def calling(self) -> AbstractContextManager[None]:
+        """Calls to the store inside belong to the leg."""
+
+    def dropped(self, account: Ended, now: float) -> None:
+        """The leg left without ``Ended``; a phase of its account that had not ended ends now."""

@@ -14,7 +14,7 @@ from kvrelay.engine.core.audit import Finding
 from kvrelay.engine.core.legs import StopChecker
 from kvrelay.engine.core.plan import EngineLimits
 from kvrelay.engine.core.request import Order
-from kvrelay.engine.core.updates import OutputGrammar
+from kvrelay.engine.core.updates import LegTrace, OutputGrammar
 from kvrelay.engine.engine import EngineLoad
 from kvrelay.rpc.security.credentials import Credentials
 from kvrelay.sampling import Sampling
@@ -33,6 +33,7 @@ class WorkerEngine(Protocol):
         sampling: Sampling,
         stop_checker: StopChecker | None = None,
         grammar: OutputGrammar | None = None,
+        trace: LegTrace | None = None,
     ) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def load(self) -> EngineLoad: ...

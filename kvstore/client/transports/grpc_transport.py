@@ -8,7 +8,7 @@ from kvrelay.errors import Corrupt
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.v1 import store_pb2 as pb
 from kvstore.base import GetResult, Offer, Outcome, Want
-from kvstore.client.calls import StoreCalls, mapped_errors
+from kvstore.client.calls import StoreCalls, mapped_errors, trace
 from kvstore.client.transports.base import GetProgress, parse_answer, read_offer
 from kvstore.client.transports.grants import PutGrant, reserve_request
 from kvstore.wire.buffers import HEAD, ScatterBuffers, data_messages, parse, skip
@@ -31,7 +31,7 @@ class GrpcTransport:
         left = wants[base:]
         request = pb.GetRequest(names=[want.name for want in left])
         with mapped_errors():
-            call = self._calls.get(request, timeout=deadline.remaining())
+            call = self._calls.get(request, timeout=deadline.remaining(), metadata=trace())
             try:
                 for got in _received(left, call):
                     progress.done = base + got.index + 1
@@ -49,7 +49,8 @@ class GrpcTransport:
         if wanted:
             head = pb.PutHead(ticket=granted.ticket.serial, claims=map(claim_message, wanted))
             with mapped_errors():
-                sent = self._calls.put(_messages(head, wanted), timeout=deadline.remaining())
+                messages = _messages(head, wanted)
+                sent = self._calls.put(messages, timeout=deadline.remaining(), metadata=trace())
         return granted.outcomes(iter(outcomes_of(sent, len(wanted))))
 
     def close(self, cut: bool = True) -> None:

@@ -17,7 +17,14 @@ from kvrelay.engine.core.audit import Finding
 from kvrelay.engine.core.legs import StopChecker
 from kvrelay.engine.core.plan import EngineLimits
 from kvrelay.engine.core.request import Finish, Order
-from kvrelay.engine.core.updates import Failed, OutputGrammar, Sampled, Token, Update
+from kvrelay.engine.core.updates import (
+    Failed,
+    LegTrace,
+    OutputGrammar,
+    Sampled,
+    Token,
+    Update,
+)
 from kvrelay.engine.engine import Deliver, EngineLoad, EngineOptions
 from kvrelay.engine.stepping import SteppingThread
 from kvrelay.engine.vllm.kv.account import LegListener, RequestAccount
@@ -128,11 +135,12 @@ class VllmEngine(SteppingThread):
         sampling: Sampling,
         stop_checker: StopChecker | None = None,
         grammar: OutputGrammar | None = None,
+        trace: LegTrace | None = None,
     ) -> None:
         """Queue a request; its updates, a refusal included, go to ``deliver`` under its id."""
         if self._closing.is_set():
             raise Unavailable("the worker is stopping")
-        leg = VllmLeg(order, sampling, stop_checker, grammar, time.monotonic())
+        leg = VllmLeg(order, sampling, stop_checker, grammar, time.monotonic(), trace)
         self._post(lambda: self._submit(leg))
 
     def abort(self, request_id: str) -> None:
@@ -239,8 +247,8 @@ class VllmEngine(SteppingThread):
     def _abort(self, request_id: str) -> None:
         leg = self._legs.find(request_id)
         if leg is not None:
+            self._legs.drop(leg, self._opened.account, time.monotonic())
             self._opened.abort(request_id)
-            self._legs.drop(leg)
 
     def _fail(self, leg: VllmLeg, error: KvrelayError) -> None:
         self._legs.queue_update(leg.id, Failed(error))
@@ -249,7 +257,7 @@ class VllmEngine(SteppingThread):
     def _fail_all(self, reason: str) -> None:
         for leg in self._legs.open:
             self._legs.queue_update(leg.id, Failed(Unavailable(reason)))
-            self._legs.drop(leg)
+            self._legs.drop(leg, self._opened.account, time.monotonic())
 
     def _fail_step(self, error: Exception) -> None:
         """vLLM's scheduler cannot take back a step: this process must be replaced."""

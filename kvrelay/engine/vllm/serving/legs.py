@@ -13,7 +13,14 @@ from kvrelay.engine.core.audit import Finding
 from kvrelay.engine.core.legs import StopChecker
 from kvrelay.engine.core.request import Finish, Order
 from kvrelay.engine.core.totals import Totals
-from kvrelay.engine.core.updates import Admitted, Ended, OutputGrammar, Timing, Update
+from kvrelay.engine.core.updates import (
+    Admitted,
+    Ended,
+    LegTrace,
+    OutputGrammar,
+    Timing,
+    Update,
+)
 from kvrelay.engine.core.usage import LegTokens
 from kvrelay.engine.vllm.kv.account import RequestAccount
 from kvrelay.sampling import Sampling
@@ -31,6 +38,7 @@ class VllmLeg:
     stop_checker: StopChecker | None
     grammar: OutputGrammar | None
     submitted: float
+    trace: LegTrace | None = None
     first: Admitted | None = None
     running: float | None = None
     load_seconds: float = 0.0
@@ -54,10 +62,13 @@ class VllmLeg:
             return Finish.LENGTH
         return None
 
-    def timing(self) -> Timing:
-        """Seconds until admitted, until loaded, and until the first token."""
-        running = self.submitted if self.running is None else self.running
-        first = running if self.first_token is None else self.first_token
+    def timing(self, until: float | None = None) -> Timing:
+        """Seconds until admitted, until loaded, and until the first token.
+
+        ``until``: the moment of what has not happened.
+        """
+        running = self.running or until or self.submitted
+        first = self.first_token or until or running
         waited = max(running - self.submitted - self.load_seconds, 0.0)
         return Timing(waited, self.load_seconds, first - running, self.submitted)
 
@@ -146,22 +157,14 @@ class VllmLegs:
         """Queue the account of a finished leg and close it."""
         account = account_of(leg.id) if leg.last is None else leg.last
         self._count(leg, account)
-        self.queue_update(
-            leg.id,
-            Ended(
-                tokens=leg_tokens(account, leg.generated),
-                timing=leg.timing(),
-                preemptions=account.preemptions,
-                saved=account.saved,
-                last_name=account.last_name,
-                sources=account.sources,
-                missed=account.missed,
-            ),
-        )
+        self.queue_update(leg.id, _ended(leg, account))
         self._close(leg)
 
-    def drop(self, leg: VllmLeg) -> None:
+    def drop(self, leg: VllmLeg, account_of: AccountOf, now: float) -> None:
         """Close a leg without an account for its stream."""
+        if leg.trace is not None:
+            account = account_of(leg.id) if leg.last is None else leg.last
+            leg.trace.dropped(_ended(leg, account, now), now)
         if not leg.finished:
             leg.finish = Finish.ABORT
         self._close(leg)
@@ -198,6 +201,18 @@ class VllmLegs:
         del self._open[leg.id]
         self._left.update(leg.counted)
         self.totals = self.totals.with_leg(leg.finish)
+
+
+def _ended(leg: VllmLeg, account: RequestAccount, until: float | None = None) -> Ended:
+    return Ended(
+        tokens=leg_tokens(account, leg.generated),
+        timing=leg.timing(until),
+        preemptions=account.preemptions,
+        saved=account.saved,
+        last_name=account.last_name,
+        sources=account.sources,
+        missed=account.missed,
+    )
 
 
 def leg_tokens(account: RequestAccount, generated: int) -> LegTokens:
