@@ -119,10 +119,11 @@ class Want:
 class GetResult:
     """The block of ``wants[index]``: its header's bytes; the payload is in the want's buffer.
 
-    ``header`` is ``None`` if the block is absent or its length does not fit the buffer. ``summed``
-    are the checksums of the payload's heads if they were computed here while the bytes arrived.
-    ``source``: which of several stores sent the block. ``taken``: the payload went to the want's
-    device, not into its buffer.
+    ``header`` is ``None`` if the block is absent. It is empty if something is stored under the name
+    that cannot be the block: its length does not fit the buffer, or it is of another type.
+    ``summed`` are the checksums of the payload's heads if they were computed here while the bytes
+    arrived. ``source``: which of several stores sent the block. ``taken``: the payload went to the
+    want's device, not into its buffer.
     """
 
     index: int

@@ -89,11 +89,12 @@ class MemoryStore:
         for index, want in enumerate(wants):
             with self._shared.changed:
                 data = self._shared.index.get(want.name, time.monotonic())
-            if data is None or len(data) < len(want.buffer):
+            if data is None:
                 yield GetResult(index, None)
                 continue
-            split = len(data) - len(want.buffer)
-            want.buffer[:] = memoryview(data)[split:]
+            split = max(len(data) - len(want.buffer), 0)
+            if split:
+                want.buffer[:] = memoryview(data)[split:]
             try:
                 yield GetResult(index, data[:split])
             except GeneratorExit:

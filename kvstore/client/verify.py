@@ -76,7 +76,7 @@ def _read(
     wants = [_want(listed) for listed in batch]
     for got in store.get(wants, timeout):
         listed = batch[got.index]
-        if got.header is None:
+        if not got.header:
             yield _absent(store, listed, timeout)
             continue
         try:

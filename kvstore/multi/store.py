@@ -91,7 +91,7 @@ class MultiStore:
         with closing(fetch(backends, wants, deadline - time.monotonic())) as arriving:
             for got in arriving:
                 backend, want = backends[got.index], wants[got.index]
-                if backend is not None and got.header is None and want.source is not None:
+                if backend is not None and not got.header and want.source is not None:
                     backend.doubt()
                 try:
                     yield got
@@ -100,7 +100,7 @@ class MultiStore:
                         backend.doubt()
                         backend.recheck(want)
                     raise
-                if backend is not None and got.header is not None and backend.promote:
+                if backend is not None and got.header and backend.promote:
                     self._promote(want, got.header)
 
     def put(self, offers: Sequence[Offer], timeout: float) -> list[Outcome]:

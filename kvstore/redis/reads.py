@@ -81,7 +81,7 @@ class ReadPipeline:
         """
         size = self._in_flight.popleft()
         header, summed = self._receive_block(want, size)
-        if header is None or size <= HASH_CHUNK:
+        if not header or size <= HASH_CHUNK:
             self._arrived(size)
         return header, summed
 
@@ -91,14 +91,14 @@ class ReadPipeline:
             length = replies.bulk(LENGTH_BYTES if size >= LARGE else LARGE)
         except ErrorReply as error:
             if error_code(error.line) == WRONG_TYPE:
-                return None, None
+                return b"", None
             raise
         if length is None:
             return None, None
         split = want.header_length(length)
         if split is None:
             replies.skip(length)
-            return None, None
+            return b"", None
         header = bytearray(split)
         summed = None
         owed = len(self._in_flight)

@@ -86,7 +86,7 @@ class RedisStore:
         try:
             with self._call(timeout) as call:
                 for got in read_blocks(call, wants):
-                    if got.header is None:
+                    if not got.header:
                         absent += 1
                     else:
                         served += 1

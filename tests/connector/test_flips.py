@@ -16,6 +16,7 @@ from kvrelay.block.mac import BlockKey
 from kvrelay.connector.context import ConnectorOptions
 from kvrelay.engine.core.external import Loaded
 from kvrelay.rpc.deadline import Deadline
+from kvrelay.usage import Miss
 from kvrelay.v1 import store_pb2 as pb
 from kvstore import connect
 from kvstore.client import remote
@@ -25,6 +26,7 @@ from tests.connector.test_store import saved
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.disk.rig import until
 from tests.kvstore.redis.redisserver import Server, running
+from tests.kvstore.redis.spoil import WRONG, Spoil
 from tests.kvstore.rig import arena_in
 
 COUNT = 3
@@ -32,6 +34,7 @@ TOKENS = tuple(range(100, 100 + COUNT * B))
 HEADER = header_bytes(B, 1)
 PATIENT = ConnectorOptions(lookup_seconds=20, load_seconds=20, save_seconds=20)
 SIGNED = replace(PATIENT, key=BlockKey(b"f" * 32))
+STRANGER = replace(PATIENT, key=BlockKey(b"s" * 32))
 
 
 class Bench:
@@ -146,4 +149,38 @@ def test_a_block_flipped_in_redis_is_put_again_by_its_reader(
             assert event.valid == valid
             saved(worker, TOKENS)  # as computed after the load
         assert worker.counters.corrupt == 1
+        worker.connector.close()
+
+
+@pytest.mark.parametrize("first", WRONG, ids=lambda spoil: spoil.__name__)
+@pytest.mark.parametrize("options", [PATIENT, SIGNED], ids=["plain", "signed"])
+def test_a_chain_with_many_wrong_values_in_redis_heals_after_one_load(
+    tmp_path: Path, options: ConnectorOptions, first: Spoil
+) -> None:
+    """Whatever is wrong with the first and with each of the others; signed: also foreign blocks."""
+    spoils = [first, *WRONG]
+    tokens = tuple(range(100, 100 + (2 + len(spoils)) * B))
+    server = Server(tmp_path)
+    with running(server):
+        worker = Worker(connect(f"redis://{server.address}"), options)
+        keys = [f"kvrelay:{name.hex()}".encode() for name in worker.namer.chain(tokens, B)]
+        with server.client() as client:
+            if options is SIGNED:
+                stranger = Worker(connect(f"redis://{server.address}"), STRANGER)
+                saved(stranger, tokens)
+                client.delete(*keys[:-1])
+                stranger.connector.close()
+            saved(worker, tokens)
+            for key, spoil in zip(keys[1:], spoils, strict=False):
+                spoil(client.get(key) or b"", client, key)
+        for valid in (B, len(tokens)):
+            assert worker.ask("r", (*tokens, 7)) == len(tokens)
+            worker.load("r", (*tokens, 7), 0, len(tokens), blocks_for(len(tokens)))
+            event = worker.event()
+            assert isinstance(event, Loaded)
+            assert event.valid == valid
+            assert event.missed in (Miss.FAILED_VERIFICATION, Miss.OTHER_NAMESPACE, None)
+            assert worker.holds(tokens, 0, valid, blocks_for(valid))
+            saved(worker, tokens)  # as computed after the load
+        assert worker.counters.corrupt == 1  # a request met one wrong block
         worker.connector.close()

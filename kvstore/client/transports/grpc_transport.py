@@ -103,7 +103,7 @@ def _targets(
     for index, (want, length) in enumerate(zip(wants, lengths, strict=True)):
         if (split := want.header_length(length)) is None:
             yield from skip(length)
-            done.append(GetResult(index, None))
+            done.append(GetResult(index, b"" if length else None))
             continue
         header = bytearray(split)
         yield memoryview(header)

@@ -151,8 +151,8 @@ class SharedMemoryTransport:
 
     def _fetch(self, index: int, want: Want, length: int, offset: int) -> GetResult:
         """Copy one block: the payload goes to its device or into its buffer."""
-        if not length or (split := want.header_length(length)) is None:
-            return GetResult(index, None)
+        if (split := want.header_length(length)) is None:
+            return GetResult(index, b"" if length else None)
         if offset + length > len(self._arena):
             raise Corrupt("offsets", f"{offset} + {length} is beyond the arena")
         start = offset + split

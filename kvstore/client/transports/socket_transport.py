@@ -204,28 +204,25 @@ def _small(
     indices: Sequence[int],
 ) -> Iterator[Received]:
     """Blocks received by one system call; few enough to be in the CPU's cache when verified."""
-    headers: list[bytearray | None] = []
+    headers: list[bytearray] = []
     views: list[memoryview] = []
     for index in indices:
-        split = wants[index].header_length(lengths[index])
-        header = None if split is None else bytearray(split)
+        header = bytearray(wants[index].header_length(lengths[index]) or 0)
         headers.append(header)
-        views += (
-            skip(lengths[index]) if header is None else (memoryview(header), wants[index].buffer)
-        )
+        views += (memoryview(header), wants[index].buffer) if header else skip(lengths[index])
     connection.sock.receive_into(views)
     for index, header in zip(indices, headers, strict=True):
-        yield index, None if header is None else bytes(header), None
+        yield index, bytes(header), None
 
 
 def _large(
     connection: StoreConnection, want: Want, length: int
-) -> tuple[bytes | None, tuple[int, ...] | None]:
+) -> tuple[bytes, tuple[int, ...] | None]:
     """One block, summed chunk by chunk while the next chunk is on its way."""
     if (split := want.header_length(length)) is None:
         for scratch in skip(length):
             connection.sock.receive_into([scratch])
-        return None, None
+        return b"", None
     header = bytearray(split)
     receive = connection.sock.receive_into
     summed = receive_block(receive, memoryview(header), want.buffer, want.heads)
