@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay import Client
+from kvrelay.block.header import encode
 from kvrelay.cli.dispatch import main
 from kvrelay.cluster import endpoints
 from kvrelay.cluster.config import ClusterConfig
@@ -26,13 +27,17 @@ from kvrelay.cluster.supervisor import Cluster, wanted_ports, with_cluster_token
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.options import SecurityOptions
 from kvstore import connect
+from kvstore.client.browse import browse
+from kvstore.client.transports.selector import TRANSPORTS
 from tests.cluster.processes import until
 from tests.cluster.thief import Thief
+from tests.exact.oracle import Oracle
 from tests.models import tiny_model
 from tests.secure.stranger import BLOCKS
 from tests.secured import write_credentials
 
 SECONDS = 60.0
+FORGED = [[number, *range(100, 163)] for number in (7, 8, 9)]  # for each transport a prompt
 ROLES = ("store", "prefill", "decode", "router")
 
 
@@ -74,8 +79,15 @@ def published(
     return file
 
 
-def stranger(cluster: Cluster, *files: str) -> dict[str, object]:
-    target = {role: cluster.addresses(role)[0] for role in ROLES} | {"files": files}
+def stranger(cluster: Cluster, *files: str, only: tuple[str, ...] = ("",)) -> dict[str, object]:
+    """What became of the attempts of another user whose names begin with one of ``only``."""
+    target = {role: cluster.addresses(role)[0] for role in ROLES} | {
+        "files": files,
+        "only": only,
+        "like": header_of_a_block(cluster).hex(),
+        "prompts": FORGED,
+        "announced": "127.0.0.1:1",
+    }
     done = subprocess.run(
         [sys.executable, "-m", "tests.secure.stranger"],
         cwd=ROOT,
@@ -87,6 +99,92 @@ def stranger(cluster: Cluster, *files: str) -> dict[str, object]:
     assert done.returncode == 0, done.stderr
     found: dict[str, object] = json.loads(done.stdout)
     return found
+
+
+def header_of_a_block(cluster: Cluster) -> bytes:
+    """The header of a full block that the cluster has stored for a prompt."""
+    with Client(cluster.router) as client:
+        client.complete(token_ids=list(range(1, 70)), max_tokens=2, timeout=SECONDS)
+    with allowed(cluster), closing(browse(cluster.store)) as browser:
+        whole = next(one for one in browser.list(SECONDS) if not one.partial)
+        return encode(browser.inspect(whole.name, SECONDS)[1])
+
+
+@contextmanager
+def allowed(cluster: Cluster) -> Iterator[None]:
+    """This process shows the cluster's token meanwhile."""
+    before = policy.installed()
+    policy.install(SecurityOptions(cluster_token=cluster.config.cluster_token))
+    try:
+        yield
+    finally:
+        policy._installed = before
+
+
+def workers_of(cluster: Cluster) -> set[tuple[object, ...]]:
+    """What another user must not change of the workers."""
+    with Client(cluster.router) as client:
+        workers = client.workers(SECONDS)
+    return {(one.address, one.role, one.state, one.info) for one in workers}
+
+
+def blocks_of(cluster: Cluster) -> set[bytes]:
+    """The names of the store's blocks."""
+    with allowed(cluster), closing(browse(cluster.store)) as browser:
+        return {one.name for one in browser.list(SECONDS)}
+
+
+def answer(cluster: Cluster, prompt: list[int]) -> tuple[list[int], int]:
+    """The tokens after a prompt, and how many tokens of it were a cache hit."""
+    with Client(cluster.router) as client:
+        asked = client.complete(token_ids=prompt, max_tokens=8, temperature=0.0, timeout=SECONDS)
+    assert asked.usage is not None
+    return list(asked.token_ids), asked.usage.cached_prompt_tokens
+
+
+@pytest.mark.cluster
+def test_calls_of_another_user_that_would_be_valid_change_nothing(
+    cluster: Cluster, model: Path
+) -> None:
+    """Calls without a field are refused before one is read: these have all that an admin sends."""
+    header_of_a_block(cluster)
+    workers, blocks = workers_of(cluster), blocks_of(cluster)
+    assert blocks
+    seen = stranger(cluster, only=("forge", "valid"))
+    codes = seen["valid"]
+    assert isinstance(codes, dict)
+    assert len(codes) == 12
+    assert set(codes.values()) == {"UNAUTHENTICATED"}, codes
+    for transport in TRANSPORTS:
+        assert seen[f"forge {transport}"] == ["refused"]
+    assert workers_of(cluster) == workers
+    assert blocks <= blocks_of(cluster)
+    oracle = Oracle(model)
+    for prompt in FORGED:
+        assert answer(cluster, prompt) == (oracle.greedy(prompt, 8), 0)
+
+
+@pytest.mark.cluster
+def test_without_a_token_those_calls_do_what_they_say(model: Path) -> None:
+    """And yet no worker believes a block that another user has signed with a key of its own."""
+    with Cluster(config_of(model)) as running:
+        seen = stranger(running, only=("forge",))
+        stored = 0
+        for transport in TRANSPORTS:
+            if not (seen["another user"] and transport == "shm"):
+                assert seen[f"forge {transport}"] == ["stored"] * 4
+                stored += 4
+        assert stored >= 8
+        oracle = Oracle(model)
+        for prompt in FORGED:
+            assert answer(running, prompt) == (oracle.greedy(prompt, 8), 0)
+        seen = stranger(running, only=("valid",))
+        codes = seen["valid"]
+        assert isinstance(codes, dict)
+        announced = {codes.pop(f"announce, {token} token") for token in ("no", "a")}
+        assert announced == {"INVALID_ARGUMENT"}  # the router of kvrelay up takes none
+        assert set(codes.values()) == {"OK"}, codes
+        assert not blocks_of(running)
 
 
 @pytest.mark.cluster
