@@ -18,7 +18,7 @@ from kvrelay.engine.core.blocks import Naming
 from kvrelay.engine.core.external import Connector, Loaded, Save, TransferEvent
 from kvrelay.engine.core.journal import Journal
 from kvrelay.engine.core.legs import Leg, Legs, StopChecker
-from kvrelay.engine.core.plan import Committed, EngineLimits, Plan
+from kvrelay.engine.core.plan import NO_TOKEN, Committed, EngineLimits, Plan
 from kvrelay.engine.core.request import Finish, Order
 from kvrelay.engine.core.scheduler import Scheduler
 from kvrelay.engine.core.totals import Totals
@@ -157,11 +157,11 @@ class Engine(SteppingThread):
         plan = self._scheduler.schedule()
         self._begin(plan)
         sampled = self._execute(plan)
-        tokens = [None if item is None else item.token for item in sampled]
-        committed = self._scheduler.commit(plan, tokens)
+        committed = self._scheduler.commit(plan, [_committed(item) for item in sampled])
         self._legs.note_step(committed)
         self._start_saves(committed.saves)
-        self._report(committed, [item for item in sampled if item is not None])
+        self._report(committed, [item for item in sampled if item is not None and not item.error])
+        self._fail_tokenless(plan, sampled)
         if self._options.audit_steps and (findings := self._audit()):
             raise RuntimeError(f"the accounting is broken: {findings}")
         return bool(plan.entries) or plan.unnamed
@@ -217,10 +217,6 @@ class Engine(SteppingThread):
         for output, item in zip(committed.outputs, sampled, strict=True):
             request_id = output.request.id
             leg = self._legs[request_id]
-            if item.error is not None:
-                self._legs.fail(request_id, item.error)
-                self._abort(request_id)
-                continue
             self._legs.note_token(leg, now)
             finish = output.finish
             try:
@@ -233,6 +229,13 @@ class Engine(SteppingThread):
                 self._scheduler.abort(request_id, finish)
             self._legs.queue_update(request_id, Token(item, finish))
             self._end_leg(leg)
+
+    def _fail_tokenless(self, plan: Plan, sampled: Sequence[Sampled | None]) -> None:
+        """End the requests for which no token was possible."""
+        for entry, item in zip(plan.entries, sampled, strict=True):
+            if item is not None and item.error is not None:
+                self._legs.fail(entry.request.id, item.error)
+                self._abort(entry.request.id)
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -319,3 +322,10 @@ class Engine(SteppingThread):
             late_events=scheduler.late_events,
             totals=self._legs.totals,
         )
+
+
+def _committed(item: Sampled | None) -> int | None:
+    """What ``Scheduler.commit`` gets for an entry."""
+    if item is None:
+        return None
+    return item.token if item.error is None else NO_TOKEN

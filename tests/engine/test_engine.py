@@ -23,7 +23,7 @@ from kvrelay.engine.core.updates import (
 )
 from kvrelay.engine.engine import Engine, EngineOptions
 from kvrelay.engine.stepping import DeviceLost
-from kvrelay.errors import Unavailable
+from kvrelay.errors import Rejected, Unavailable
 from kvrelay.sampling import Sampling
 from tests.engine.fakes import LIMITS, ChainRunner, answer, naming
 
@@ -170,6 +170,43 @@ def test_a_token_without_text_ends_its_request_alone() -> None:
     turned.run()
     assert turned.tokens("good") == answer([1, 2, 3], 6)
     assert [type(update) for update in turned.updates["bad"]] == [Admitted, Failed]
+
+
+BAD = [1, 2, 3, 4, 5]
+
+
+class Tokenless(ChainRunner):
+    """Has no token for "bad" at this length, as where its grammar becomes too complex."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(LIMITS.num_blocks, LIMITS.block_size)
+        self.length = length
+
+    def execute(self, works: Sequence[Work]) -> list[Sampled | None]:
+        sampled = super().execute(works)
+        for number, work in enumerate(works):
+            if work.tokens[0] == BAD[0] and work.start + work.count == self.length:
+                sampled[number] = Sampled(0, error=Rejected("grammar", "is too complex"))
+        return sampled
+
+
+@pytest.mark.parametrize(("generated", "prefill_only"), [(0, False), (0, True), (3, False)])
+def test_a_token_that_was_not_possible_is_not_counted(generated: int, prefill_only: bool) -> None:
+    """One more was counted, and a leg that failed at its first token counted as handed over."""
+    turned = Turned(Tokenless(len(BAD) + generated))
+    order = Order("bad", tuple(BAD), len(BAD), 6, prefill_only=prefill_only)
+    turned.engine.submit(order, Sampling())
+    turned.submit("good", [6, 7])
+    turned.run()
+    assert turned.tokens("good") == answer([6, 7], 6)
+    assert turned.tokens("bad") == answer(BAD, 6)[:generated]
+    last = turned.updates["bad"][-1]
+    assert isinstance(last, Failed)
+    assert isinstance(last.error, Rejected)
+    totals = turned.engine.load().totals
+    assert totals.generated == 6 + generated
+    assert totals.executed == len(BAD) + generated + 2 + 5
+    assert totals.finished == {"length": 1, "abort": 1}
 
 
 def test_a_model_that_breaks_ends_the_requests_of_its_step() -> None:

@@ -31,10 +31,8 @@ class EngineLimits:
         if not 1 <= order.prompt_len <= len(order.tokens):
             raise Rejected("prompt", "must have at least one token")
         if order.max_tokens <= so_far:
-            raise Rejected(
-                "max_tokens",
-                f"must be more than the {so_far} tokens so far, got {order.max_tokens}",
-            )
+            reason = f"must be more than the {so_far} tokens so far, got {order.max_tokens}"
+            raise Rejected("max_tokens", reason)
         positions = stored_positions(order.prompt_len, order.max_tokens)
         capacity = self.num_blocks * self.block_size
         if positions > min(self.max_model_len, capacity):
@@ -47,6 +45,10 @@ class EngineLimits:
                 f"{positions} positions; this worker has max_model_len {self.max_model_len} "
                 f"and room for {capacity}: {advice}",
             )
+
+
+NO_TOKEN = -1
+"""In place of a sampled token: none is possible. The caller of ``commit`` aborts the request."""
 
 
 @dataclass(frozen=True, slots=True)

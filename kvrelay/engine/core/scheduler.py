@@ -17,7 +17,7 @@ from itertools import islice
 
 from kvrelay.engine.core.blocks import BlockPool, Naming
 from kvrelay.engine.core.external import BlockContent, Load, Query, Save
-from kvrelay.engine.core.plan import Committed, EngineLimits, Entry, Output, Plan
+from kvrelay.engine.core.plan import NO_TOKEN, Committed, EngineLimits, Entry, Output, Plan
 from kvrelay.engine.core.request import Admission, Finish, Order, Request, RequestState, Residency
 from kvrelay.engine.core.usage import computed_positions
 from kvrelay.errors import Rejected
@@ -101,7 +101,7 @@ class Scheduler:
         return self._plan
 
     def commit(self, plan: Plan, sampled: Sequence[int | None]) -> Committed:
-        """Enter the results of a step: for each entry its token, ``None`` if it does not sample."""
+        """Enter a step: each entry's token, ``NO_TOKEN``, or ``None`` if it does not sample."""
         if plan is not self._plan or len(sampled) != len(plan.entries):
             raise RuntimeError("commit() of a plan that is not the last one, or of another size")
         self._plan = None
@@ -313,7 +313,7 @@ class Scheduler:
         self._name(request, entry.start, residency.computed)
         last = entry.samples and request.order.prefill_only
         saves += self._save(request, entry.start, residency.computed, tail=last)
-        if not entry.samples:
+        if not entry.samples or token == NO_TOKEN:
             return
         if token is None:
             raise RuntimeError(f"request {request.id}: no token for an entry that samples")
