@@ -144,9 +144,9 @@ class Up:
             self._remove_files()
             end_now(self.cluster, number)
         self._status = 128 + number
+        self._ended.set()  # first: the end of the model's check is no reason to go on
         self._model_check.stop()
         self.cluster.interrupt()
-        self._ended.set()
 
     def _example(self) -> list[str]:
         """A command that a client on this machine can type, in lines that fit a terminal."""

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from benchmarks.random_model import make_model
+from kvrelay.cli import up as command
 from kvrelay.cluster.layout import ROOT
 from tests.cluster.processes import alive, until
 
@@ -224,6 +226,31 @@ def test_ctrl_c_ends_the_check_of_the_model(model: Path, tmp_path: Path) -> None
     up.popen.send_signal(signal.SIGINT)
     assert up.popen.wait(30) == 130, up.log.read_text()
     assert "Starting" not in up.log.read_text()
+
+
+def test_nothing_starts_between_the_end_of_the_check_and_that_of_the_command(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = command.Up(command.UpConfig(model=str(model), quiet=True))
+    checking, ended = threading.Event(), threading.Event()
+
+    class Check:
+        def run(self, timeout: float) -> None:
+            checking.set()
+            assert ended.wait(timeout)
+
+        def stop(self) -> None:
+            ended.set()
+            main.join(5)  # the command has this long to make something of it
+
+    monkeypatch.setattr(run, "_model_check", Check())
+    main = threading.Thread(target=run.serve)
+    main.start()
+    assert checking.wait(30)
+    run.on_signal(signal.SIGINT)
+    main.join(60)
+    assert not main.is_alive()
+    assert "Starting" not in capfd.readouterr().err
 
 
 def test_a_healthy_start_reports_no_failed_connection(up: Up) -> None:
