@@ -12,8 +12,8 @@ READY := $(VENV)/.ready
 # Extra arguments for pip, for example the index of a CUDA or CPU build of torch.
 PIP_ARGS ?=
 ARGS ?=
-# Processes that run tests side by side: each starts clusters, and waits for them.
-JOBS ?= 2
+# Processes that run tests side by side. Tests wait for clusters: three keep two cores busy.
+JOBS ?= 3
 
 KERNELS := $(wildcard kvrelay/engine/attention/native/*.cpp kvrelay/engine/attention/native/*.h)
 PROTOS := $(wildcard protos/kvrelay/v1/*.proto)
