@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Protocol, cast
@@ -31,32 +32,48 @@ class VllmParams(Protocol):
 class Rules:
     """How a request's tokens are chosen; its output begins at ``prompt_len``.
 
-    ``id`` finds the grammar of structured output, empty without one.
+    Without ``prompt_len`` all tokens that vLLM was given are the prompt. ``id`` finds the grammar
+    of structured output, empty without one.
     """
 
     sampling: Sampling
-    prompt_len: int
+    prompt_len: int | None
     id: str = ""
 
 
 def rules_of(params: VllmParams) -> Rules | None:
     """The rules of a request, ``None`` if vLLM's own sampler chooses its tokens.
 
-    Log probabilities are vLLM's: the sampler is not asked for them. Raises ``ValueError``.
+    The fields are an object or its JSON text: ``vllm_xargs`` of vLLM's HTTP API carries no
+    objects. Log probabilities are vLLM's: the sampler is not asked for them. Raises
+    ``ValueError``.
     """
     given = (params.extra_args or {}).get(KEY)
     if given is None:
         return None
+    if isinstance(given, str):
+        given = _parsed(given)
     if not isinstance(given, Mapping):
-        raise ValueError(f'extra_args["{KEY}"] must be an object, got {given!r}')
+        raise ValueError(f'extra_args["{KEY}"] must be an object or its JSON, got {given!r}')
     if unknown := sorted(set(given) - FIELDS - set(OWN)):
         raise ValueError(f'extra_args["{KEY}"]["{unknown[0]}"] is unknown')
-    prompt_len, name = given.get("prompt_len"), given.get("id", "")
-    if not isinstance(prompt_len, int) or prompt_len < 1 or not isinstance(name, str):
-        raise ValueError(f'extra_args["{KEY}"] needs "prompt_len", the length of the prompt')
+    prompt_len = given.get("prompt_len")
+    if prompt_len is not None and (not isinstance(prompt_len, int) or prompt_len < 1):
+        raise ValueError(f'extra_args["{KEY}"]["prompt_len"] must be at least 1: {prompt_len!r}')
+    name = given.get("id", "")
+    if not isinstance(name, str):
+        raise ValueError(f'extra_args["{KEY}"]["id"] must be a text, got {name!r}')
     values = {name: _value(name, given[name]) for name in FIELDS & set(given)}
     sampling = Sampling(**cast("dict[str, float]", values))  # type: ignore[arg-type]
     return Rules(replace(sampling, logprobs=None), prompt_len, name)
+
+
+def _parsed(text: str) -> object:
+    try:
+        value: object = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value
 
 
 def _value(name: str, value: object) -> object:
@@ -88,5 +105,7 @@ def check_rules(params: VllmParams) -> None:
             f"vLLM's temperature must be 0, not {params.temperature}: kvrelay's own is in"
             f' extra_args["{KEY}"]'
         )
+    if rules.sampling.temperature > 0 and rules.sampling.seed is None:
+        raise ValueError(f'extra_args["{KEY}"] needs a "seed" with a temperature above 0')
     if params.seed is not None:
         raise ValueError(f"vLLM's seed must be unset: kvrelay's own is in extra_args[{KEY!r}]")

@@ -1,9 +1,10 @@
 """kvrelay's sampler as a logits processor of vLLM's model runner V1.
 
-A request carries ``extra_args={"kvrelay": {...fields of Sampling..., "prompt_len": P}}`` and
-temperature 0. The token follows from (seed, position, logits) alone, so another worker of the same
-numeric profile continues the request with the same tokens. The processor chooses it from the raw
-logits and leaves it as the only possible one: vLLM's own penalties, filters and seed stay unset.
+A request carries ``extra_args={"kvrelay": {...fields of Sampling..., "prompt_len": P}}``, over
+HTTP the same object as a text in ``vllm_xargs``, and temperature 0. The token follows from (seed,
+position, logits) alone, so another worker of the same numeric profile continues the request with
+the same tokens. The processor chooses it from the raw logits and leaves it as the only possible
+one: vLLM's own penalties, filters and seed stay unset.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class SampledRow:
         tokens = [*self.prompt, *self.output]
         rules = self.rules
         grammar = GRAMMARS.get(rules.id)
-        return Work(tokens, len(tokens) - 1, 1, (), rules.prompt_len, rules.sampling, grammar)
+        prompt_len = rules.prompt_len or len(self.prompt)
+        return Work(tokens, len(tokens) - 1, 1, (), prompt_len, rules.sampling, grammar)
 
 
 class KvrelaySampling(LogitsProcessor):  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -217,6 +218,10 @@ def test_rules_of_a_request() -> None:
         bad_word_ids=((1, 2), (3,)),
         structured_output=StructuredOutput(choice=("a", "b")),
     )
+    assert rules_of(params(json.dumps(given))) == rules, "over HTTP it is a text"
+    alone = rules_of(params({"seed": 3}))
+    assert alone is not None
+    assert alone.prompt_len is None
     assert rules_of(SimpleNamespace(extra_args=None, temperature=0.0, seed=None)) is None
 
 
@@ -224,13 +229,17 @@ def test_rules_of_a_request() -> None:
     ("wrong", "reason"),
     [
         (params("x"), "must be an object"),
+        (params("[" * 100_000), "must be an object"),
+        (params("[1]"), "must be an object"),
         (params({"prompt_len": 1, "heat": 2}), "heat"),
-        (params({}), "prompt_len"),
+        (params({}), 'needs a "seed"'),
         (params({"prompt_len": 0}), "prompt_len"),
+        (params({"prompt_len": "7"}), "prompt_len"),
+        (params({"id": 7}), "id"),
         (params({"prompt_len": 1, "temperature": -1.0}), "temperature"),
         (params({"prompt_len": 1, "top_p": "a"}), "extra_args"),
-        (params({"prompt_len": 1}, temperature=1.0), "temperature must be 0"),
-        (params({"prompt_len": 1}, seed=3), "seed must be unset"),
+        (params({"seed": 1}, temperature=1.0), "temperature must be 0"),
+        (params({"seed": 1}, seed=3), "seed must be unset"),
     ],
 )
 def test_wrong_rules_are_refused_at_the_door(wrong: SimpleNamespace, reason: str) -> None:
