@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
+import threading
+from multiprocessing.process import BaseProcess
 
 PR_SET_PDEATHSIG = 1
 
@@ -23,3 +26,18 @@ def die_with_parent(parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_with_creator() -> None:
+    """End this process when the process that made it by ``multiprocessing`` ends, however it ends.
+
+    The thread that made it may end before. Without effect on other processes.
+    """
+    creator = multiprocessing.parent_process()
+    if creator is not None:
+        threading.Thread(target=_follow, args=(creator,), name="creator", daemon=True).start()
+
+
+def _follow(creator: BaseProcess) -> None:
+    creator.join()
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -12,6 +12,7 @@ verified. docs/vllm.md says what is exact under which conditions.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -40,7 +41,7 @@ from kvrelay.engine.vllm.kv.orders import RankReports, StepOrders
 from kvrelay.engine.vllm.kv.scheduler_side import SchedulerSide
 from kvrelay.engine.vllm.kv.setup import Setup
 from kvrelay.engine.vllm.kv.worker_side import WorkerSide
-from kvrelay.process.parent import die_with_parent
+from kvrelay.process.parent import die_with_parent, end_with_creator
 
 if TYPE_CHECKING:
     from kvrelay.engine.core.audit import Finding
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
         VllmRequest,
         VllmStep,
     )
+
+ENGINE_PROCESS = "EngineCore"
+"""What vLLM calls the process that it makes for its scheduler."""
 
 KVConnectorMetadata.register(StepOrders)
 
@@ -116,6 +120,8 @@ class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if role == KVConnectorRole.WORKER and vllm_config.parallel_config.world_size > 1:
             die_with_parent(os.getppid())  # a rank holds its device for as long as it runs
         if role == KVConnectorRole.SCHEDULER:
+            if multiprocessing.current_process().name.startswith(ENGINE_PROCESS):
+                end_with_creator()  # vLLM 0.32's engine outlives a killed API server
             self._scheduler = self._setup.scheduler_side()
 
     @property
