@@ -53,6 +53,30 @@ class HalvesWriter:
             values[slot // size, :, slot % size] = value[row]
 
 
+class TilesWriter:
+    """As vLLM's attention on a CPU with AMX: pairs of dims of K, and pairs of positions of V."""
+
+    TILE = 4
+
+    def do_kv_cache_update(
+        self,
+        layer: object,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        pages, heads, size, content = kv_cache.shape
+        dim, tile = content // 2, self.TILE
+        halves = kv_cache.view(pages, heads, 2, size * dim)
+        keys = halves[:, :, 0].view(pages, heads, size // tile, dim // 2, tile, 2)
+        values = halves[:, :, 1].view(pages, heads, dim // 2, size // 2, 2, 2)
+        for row, slot in enumerate(slot_mapping.tolist()):
+            page, at = slot // size, slot % size
+            keys[page, :, at // tile, :, at % tile] = key[row].view(heads, dim // 2, 2)
+            values[page, :, :, at // 2, :, at % 2] = value[row].view(heads, dim // 2, 2)
+
+
 class RowsWriter:
     """As FlashAttention and its kin: a row of K beside a row of V."""
 
@@ -72,7 +96,7 @@ class RowsWriter:
 
 @dataclass(frozen=True)
 class FakeLayer:
-    impl: HalvesWriter | RowsWriter
+    impl: HalvesWriter | TilesWriter | RowsWriter
 
 
 def caches(

@@ -10,9 +10,9 @@ import torch
 from kvrelay.engine.vllm.kv.layout import learn_layout
 from kvrelay.engine.vllm.kv.pages import HostPages, PageShape, check_pages
 from kvrelay.errors import Unservable
-from tests.engine.vllm.rig import FakeLayer, HalvesWriter, RowsWriter, caches
+from tests.engine.vllm.rig import FakeLayer, HalvesWriter, RowsWriter, TilesWriter, caches
 
-Writer = HalvesWriter | RowsWriter
+Writer = HalvesWriter | TilesWriter | RowsWriter
 
 
 def shape_of(dtype: str, size: int = 8, dim: int = 6) -> PageShape:
@@ -31,6 +31,8 @@ def opened(
 KINDS = [
     (HalvesWriter(), None, False),
     (HalvesWriter(), 4, False),
+    (TilesWriter(), None, False),
+    (TilesWriter(), 4, False),
     (RowsWriter(), None, False),
     (RowsWriter(), 2, False),
     (RowsWriter(), None, True),

@@ -1,9 +1,9 @@
 """Where vLLM's attention backend keeps K and V in a page: learned from it at start, then checked.
 
-Backends differ: some keep K and V of a position together, some keep K transposed in its own half.
-So numbers that name their place are written through the backend's own cache update and looked for
-in the page. A page whose
-places are not evenly spaced, or whose contents are not what was written, is refused.
+Backends differ: some keep K and V of a position together, some keep K transposed in its own half,
+some in the tiles of matrix units such as AMX. So numbers that name their place are written through
+the backend's own cache update and looked for in the page. A page whose places no nest of even steps
+describes, or whose contents are not what was written, is refused.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ BASE = 128
 Write = Callable[[torch.Tensor, torch.Tensor], None]
 
 
+Steps = tuple[tuple[int, int], ...]
+"""Sizes and strides of nested steps, the outermost first; the product of the sizes is the count."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Element (position, dim) of K or V of one head: an offset in elements, and two strides."""
+    """Element (position, dim) of K or V of one head: an offset in elements, and two nests."""
 
     offset: int
-    position: int
-    dim: int
+    position: Steps
+    dim: Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +44,14 @@ class PageLayout:
     places: tuple[Place, Place]
 
     def rows(self, cache: torch.Tensor, which: int) -> torch.Tensor:
-        """A view of K (0) or V (1) of one layer's cache: ``[page, head, position, dim]``."""
+        """A view of K (0) or V (1) of one layer's cache: ``[page, head, positions..., dims...]``.
+
+        Positions and dims have one axis for each of their nested steps.
+        """
         place = self.places[which]
-        pages, heads = cache.shape[:2]
-        return torch.as_strided(
-            cache,
-            (pages, heads, self.positions, self.head_dim),
-            (cache.stride(0), cache.stride(1), place.position, place.dim),
-            cache.storage_offset() + place.offset,
-        )
+        outer = tuple(zip(cache.shape[:2], cache.stride()[:2], strict=True))
+        sizes, strides = zip(*outer, *place.position, *place.dim, strict=True)
+        return torch.as_strided(cache, sizes, strides, cache.storage_offset() + place.offset)
 
 
 def learn_layout(layer: VllmLayer, cache: torch.Tensor, head_dim: int) -> PageLayout:
@@ -119,16 +122,31 @@ def _place(
     whole = offsets.numel() == positions * head_dim
     if whole and bool((position < positions).all()) and bool((dim < head_dim).all()):
         table[position, dim] = offsets
-    place = Place(
-        int(table[0, 0]),
-        int(table[min(1, positions - 1), 0] - table[0, 0]),
-        int(table[0, min(1, head_dim - 1)] - table[0, 0]),
-    )
-    rows = torch.arange(positions).view(-1, 1) * place.position
-    expected = place.offset + rows + torch.arange(head_dim) * place.dim
-    if bool((table < 0).any()) or not torch.equal(table, expected):
+    first = int(table[0, 0])
+    by_position, by_dim = table[:, 0] - first, table[0] - first
+    steps = _steps(by_position.tolist()), _steps(by_dim.tolist())
+    expected = first + by_position.view(-1, 1) + by_dim
+    if steps[0] is None or steps[1] is None or first < 0 or not torch.equal(table, expected):
         raise Unservable(
             f"the attention backend keeps {'K' if which == 1 else 'V'} in an order that kvrelay"
             " does not know"
         )
-    return place
+    return Place(first, steps[0], steps[1])
+
+
+def _steps(offsets: Sequence[int]) -> Steps | None:
+    """The nest of even steps that goes through ``offsets``, which begin with 0, if there is one."""
+    count = len(offsets)
+    if count == 1:
+        return ((1, 0),)
+    step = offsets[1]
+    run = next((at for at, offset in enumerate(offsets) if offset != at * step), count)
+    if count % run:
+        return None
+    starts = offsets[::run]
+    if any(offset != starts[at // run] + at % run * step for at, offset in enumerate(offsets)):
+        return None
+    if run == count:
+        return ((count, step),)
+    outer = _steps(starts)
+    return None if outer is None else (*outer, (run, step))

@@ -88,8 +88,7 @@ class HostPages:
         integer = INTEGERS[ITEM_BYTES[shape.dtype]]
         bits = [cache.view(integer) for cache in caches]
         self._type = bits[0].numpy().dtype
-        self._keys = [layout.rows(cache, 0).numpy() for cache in bits]
-        self._values = [layout.rows(cache, 1).numpy() for cache in bits]
+        self._rows = [[layout.rows(cache, which).numpy() for which in (0, 1)] for cache in bits]
         self._size = layout.positions  # of one page
         self._pages = shape.block_size // layout.positions
 
@@ -98,23 +97,25 @@ class HostPages:
 
     def read(self, block: int, count: int) -> memoryview:
         out = np.empty(self._dimensions(count), self._type)
+        whole = (self.shape.num_kv_heads, self._size, self.shape.head_dim)
         for page, first, last in self._spans(block, count):
-            for layer, (keys, values) in enumerate(zip(self._keys, self._values, strict=True)):
-                out[:, layer, 0, first:last] = keys[page][:, : last - first]
-                out[:, layer, 1, first:last] = values[page][:, : last - first]
+            for layer, both in enumerate(self._rows):
+                for which, rows in enumerate(both):
+                    out[:, layer, which, first:last] = rows[page].reshape(whole)[:, : last - first]
         return out.reshape(-1).view(np.uint8).data.toreadonly()
 
     def write(self, block: int, count: int, payload: memoryview) -> None:
         check_length(self.shape, count, payload)
         given = np.frombuffer(payload, self._type).reshape(self._dimensions(count))
+        if count < self.shape.block_size:
+            # Masked positions are multiplied by zero, and must be finite.
+            whole = np.zeros(self._dimensions(self.shape.block_size), self._type)
+            whole[:, :, :, :count] = given
+            given = whole
         for page, first, last in self._spans(block, self.shape.block_size):
-            end = min(max(count, first), last)
-            for layer, (keys, values) in enumerate(zip(self._keys, self._values, strict=True)):
-                keys[page][:, : end - first] = given[:, layer, 0, first:end]
-                values[page][:, : end - first] = given[:, layer, 1, first:end]
-                if end < last:  # masked positions are multiplied by zero, and must be finite
-                    keys[page][:, end - first :] = 0
-                    values[page][:, end - first :] = 0
+            for layer, both in enumerate(self._rows):
+                for which, rows in enumerate(both):
+                    rows[page] = given[:, layer, which, first:last].reshape(rows[page].shape)
 
     def buffer(self, block: int) -> None:
         return None
@@ -189,7 +190,9 @@ class DevicePages:
 
     def _page(self, page: int) -> torch.Tensor:
         """One page of all layers: ``[head, layer, k|v, position, dim]``."""
-        return torch.stack([torch.stack([one[page] for one in two], 1) for two in self._rows], 1)
+        whole = (self.shape.num_kv_heads, self._size, self.shape.head_dim)
+        layers = [torch.stack([one[page].reshape(whole) for one in two], 1) for two in self._rows]
+        return torch.stack(layers, 1)
 
     def write(self, block: int, count: int, payload: memoryview) -> None:
         check_length(self.shape, count, payload)
@@ -205,7 +208,8 @@ class DevicePages:
             ):
                 for layer, rows in enumerate(self._rows):
                     for which, one in enumerate(rows):
-                        one[page].copy_(device[:, layer, which, first:last])
+                        target = one[page]
+                        target.copy_(device[:, layer, which, first:last].reshape(target.shape))
             self._stream.synchronize()
 
     def buffer(self, block: int) -> None:
