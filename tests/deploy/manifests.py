@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -11,6 +12,7 @@ import yaml
 from tests.deploy.rig import ROOT
 
 FOLDER = ROOT / "deploy" / "kubernetes"
+VLLM = ROOT / "deploy" / "kubernetes-vllm" / "kustomization.yaml"
 Json: TypeAlias = "Mapping[str, Json] | list[Json] | str | int | float | bool | None"
 WORKLOADS = ("Deployment", "StatefulSet")
 
@@ -80,6 +82,53 @@ def of_kind(*kinds: str) -> dict[str, Node]:
 def pods() -> dict[str, Node]:
     """The pod template of each workload, by its name."""
     return {name: each["spec"]["template"] for name, each in of_kind(*WORKLOADS).items()}
+
+
+def overlay() -> Node:
+    """What ``VLLM`` changes."""
+    return Node(yaml.safe_load(VLLM.read_text(encoding="utf-8")), VLLM.parent.name)
+
+
+def with_vllm() -> dict[str, Node]:
+    """The workloads as the overlay leaves them, by name."""
+    found = of_kind(*WORKLOADS)
+    for each in overlay()["patches"]:
+        kind, name = each["target"]["kind"].text, each["target"]["name"].text
+        chosen = [key for key, node in found.items() if re.fullmatch(name, key)]
+        assert chosen, f"{name} is the name of nothing"
+        for key in chosen:
+            assert found[key]["kind"].text == kind
+            found[key] = patched(found[key], Node(yaml.safe_load(each["patch"].text), key))
+    return found
+
+
+def patched(node: Node, operations: Node) -> Node:
+    """What the operations ``add``, ``replace`` and ``test`` of RFC 6902 make of an object."""
+    value = node.value
+    for each in operations:
+        path = [word.replace("~1", "/").replace("~0", "~") for word in each["path"].text.split("/")]
+        value = _changed(value, path[1:], each["op"].text, each["value"].value)
+    return Node(value, node.where)
+
+
+def _changed(value: Json, path: Sequence[str], operation: str, new: Json) -> Json:
+    assert operation in ("add", "replace", "test"), operation
+    key, *rest = path
+    if isinstance(value, list):
+        at = len(value) if key == "-" else int(key)
+        after = at if operation == "add" and not rest else at + 1
+        old = value[at:after]
+        return [*value[:at], _new(old, rest, operation, new), *value[after:]]
+    assert isinstance(value, Mapping), f"{key} is not in {value!r}"
+    old = [value[key]] if key in value else []
+    return {**value, key: _new(old, rest, operation, new)}
+
+
+def _new(old: Sequence[Json], rest: Sequence[str], operation: str, new: Json) -> Json:
+    """What comes in the place of ``old``, which is empty if nothing is there."""
+    assert old or (operation == "add" and not rest), "nothing is there"
+    assert operation != "test" or rest or [*old] == [new], f"{old} is not {new}"
+    return _changed(old[0], rest, operation, new) if rest else new
 
 
 def container(pod: Node) -> Node:

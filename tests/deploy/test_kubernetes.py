@@ -265,3 +265,37 @@ def test_the_probes_of_pods_have_the_certificates() -> None:
     made = read_config(SecurityOptions, [], "healthcheck", "", environment("store"))
     assert made.tls_cert is not None
     assert made.tls_name == "kvrelay"
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_workers_over_vllm_are_patched_workers(name: str) -> None:
+    """The process accepts its flags; what it writes has a volume; nothing else differs."""
+    plain, made = PODS[name], manifests.with_vllm()[name]["spec"]["template"]
+    found, before = manifests.container(made), manifests.container(plain)
+    words = [word.replace("$(POD_IP)", "10.1.2.3") for word in found["args"].texts]
+    config = read_service(words, environment(name), name)
+    assert isinstance(config, WorkerConfig)
+    assert (config.engine, config.block_size) == ("vllm", 32)
+    known = {name: value.value for name, value in before.items()}
+    changed = {key for key, value in found.items() if known[key] != value.value}
+    assert changed == {"args", "env", "resources", "volumeMounts"}
+    assert found["resources"]["limits"]["nvidia.com/gpu"].number == 1
+    volumes = {each["name"].text: each for each in made["spec"]["volumes"]}
+    mounted = {each["mountPath"].text: each["name"].text for each in found["volumeMounts"]}
+    assert volumes.keys() == set(mounted.values())
+    assert volumes[mounted["/dev/shm"]]["emptyDir"]["medium"].text == "Memory"
+    folders = [each["value"].text for each in found["env"] if "value" in dict(each.items())]
+    assert {folder.split("/")[1] for folder in folders} == {mounted["/cache"]}
+
+
+def test_the_image_of_vllm_replaces_that_of_workers() -> None:
+    overlay = manifests.overlay()
+    (image,) = overlay["images"]
+    (kustomization,) = manifests.read("kustomization.yaml")
+    workers = {each["newName"].text for each in kustomization["images"]}
+    assert image["name"].text in workers
+    text = manifests.VLLM.read_text(encoding="utf-8")
+    assert f"-t {image['newName'].text.rpartition('/')[2]} " in text
+    assert overlay["resources"].texts == [f"../{manifests.FOLDER.name}"]
+    for argument in re.findall(r"--build-arg (\w+)=", text):
+        assert f"ARG {argument}" in DOCKERFILE

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.deploy import manifests
 from tests.peers.pins import KUBERNETES
@@ -28,6 +29,14 @@ def test_every_object_is_valid() -> None:
     said = found.stdout + found.stderr
     assert found.returncode == 0, said
     assert said.count(f"against version {VERSION}") == len(manifests.resources())
+
+
+def test_the_workers_over_vllm_are_valid(tmp_path: Path) -> None:
+    for name, made in manifests.with_vllm().items():
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(made.value))
+        found = validated(file)
+        assert found.returncode == 0, found.stdout + found.stderr
 
 
 @pytest.mark.parametrize(
