@@ -34,6 +34,7 @@ from router.placement.placer import NextLeg, Placer, StreamBinding, namespace_of
 from router.placement.policy import PREFILL, LegDemand, Prefix, choose
 from router.workers.candidate import Candidate
 from router.workers.health import READY
+from router.workers.link import GrpcLink
 from router.workers.registry import Registry
 from router.workers.worker import KnownWorker
 
@@ -116,7 +117,8 @@ class _Ready(Registry):
     def admit(self, number: int, rng: random.Random) -> None:
         """Add a usable worker with legs on it."""
         role = ROLE_DECODE if number % 2 else ROLE_PREFILL
-        worker = KnownWorker(f"127.0.0.1:{number + 1}", role, ChannelOptions())
+        address = f"127.0.0.1:{number + 1}"
+        worker = KnownWorker(address, role, GrpcLink(address, ChannelOptions()))
         worker.info = WorkerInfo(
             worker_id=f"worker-{number}",
             role=role,

@@ -60,7 +60,15 @@ class RouterConfig(TracingOptions):
         metavar="HOST:PORT",
     )
     decode: tuple[str, ...] = option(
-        (), "a decode worker; dns:///NAME:PORT as in --prefill", metavar="HOST:PORT"
+        (),
+        "a decode worker; dns:///NAME:PORT as in --prefill; http://HOST:PORT is an unmodified"
+        " `vllm serve` 0.32",
+        metavar="HOST:PORT",
+    )
+    stock_seeds: bool = option(
+        False,
+        "unmodified vLLM servers draw by seed and position (model runner V2), so sampled answers"
+        " continue on another one",
     )
     workers_file: str | None = option(
         None, "JSON or TOML with lists `prefill` and `decode`, read again when it changes"

@@ -1,4 +1,4 @@
-"""One leg on a worker of either role, as one stream of events; closing it ends the gRPC call."""
+"""One leg on a worker of either role, as one stream of events; closing it ends the call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import grpc
 
@@ -18,12 +17,9 @@ from kvrelay.rpc.tracing import OFF, Span
 from kvrelay.v1 import decode_pb2, prefill_pb2, types_pb2
 from router.generate.spans import account_attributes, leg_span
 from router.workers.health import WorkerLost
+from router.workers.link import LegStream
 from router.workers.worker import KnownWorker, LegCall
 
-Call: TypeAlias = (
-    "grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]"
-    " | grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]"
-)
 UNFINISHED = types_pb2.FINISH_REASON_UNSPECIFIED
 
 
@@ -90,9 +86,7 @@ async def _traced(worker: KnownWorker, order: LegOrder) -> AsyncGenerator[LegEve
 async def _prefill(worker: KnownWorker, order: LegOrder) -> AsyncGenerator[LegEvent]:
     with _counted(worker, order) as leg:
         request = prefill_pb2.PrefillRequest(leg=order.leg)
-        call = worker.prefill.Prefill(
-            request, timeout=order.deadline.remaining(), metadata=order.span.metadata
-        )
+        call = worker.link.prefill(request, order.deadline.remaining(), order.span.metadata)
         messages = aiter(call)
         with leg.reading(call):
             await _arrival(worker, call, request.ByteSize())
@@ -118,9 +112,7 @@ async def _decode(worker: KnownWorker, order: LegOrder) -> AsyncGenerator[LegEve
     complete = False
     with _counted(worker, order) as leg:
         request = decode_pb2.DecodeRequest(leg=order.leg, handoff=order.handoff)
-        call = worker.decode.Decode(
-            request, timeout=order.deadline.remaining(), metadata=order.span.metadata
-        )
+        call = worker.link.decode(request, order.deadline.remaining(), order.span.metadata)
         with leg.reading(call):
             await _arrival(worker, call, request.ByteSize())
             async for message in call:
@@ -147,7 +139,7 @@ def _counted(worker: KnownWorker, order: LegOrder) -> Iterator[LegCall]:
             raise _mapped(worker, leg, error) from error
 
 
-async def _arrival(worker: KnownWorker, call: Call, size: int) -> None:
+async def _arrival(worker: KnownWorker, call: LegStream[object], size: int) -> None:
     """Wait until the worker has received the leg; it then sends its headers."""
     begun = time.monotonic()
     with worker.sending(size):

@@ -23,7 +23,9 @@ from router.config import RouterConfig
 from router.workers.deaths import Deaths
 from router.workers.fleet import check_key, check_worker
 from router.workers.health import HealthState, WorkerHealth, WorkerLost, WorkerSilent
-from router.workers.sources import WorkerAddresses, WorkerSources
+from router.workers.link import GrpcLink, WorkerLink
+from router.workers.sources import HTTP, WorkerAddresses, WorkerSources
+from router.workers.stock import StockLink
 from router.workers.watch import Watcher
 from router.workers.worker import KnownWorker
 
@@ -65,7 +67,7 @@ class Registry:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(worker.channel.close() for worker in self.workers))
+        await asyncio.gather(*(worker.link.close() for worker in self.workers))
         self._sources.close()
 
     def announce(self, address: str, ttl: float) -> KnownWorker:
@@ -192,12 +194,18 @@ class Registry:
         )
         for role, address in wanted:
             if (role, address) not in self._workers:
-                worker = KnownWorker(address, role, options)
+                worker = KnownWorker(address, role, self._link(address, options))
                 watcher = Watcher(worker, self._config, self._accept, self._judge, self._restarted)
                 self._workers[role, address] = worker
                 self._watchers[role, address] = watcher
                 self._tasks[role, address] = asyncio.create_task(watcher.run())
         self._notify()
+
+    def _link(self, address: str, options: ChannelOptions) -> WorkerLink:
+        if not address.startswith(HTTP):
+            return GrpcLink(address, options)
+        config = self._config
+        return StockLink(address, config.model, config.model_name, config.stock_seeds)
 
     def _wanted(self, listed: WorkerAddresses) -> list[tuple[Role, str]]:
         """The workers to watch, no more than allowed."""
@@ -212,6 +220,8 @@ class Registry:
         return wanted[:limit]
 
     def _may_call(self, address: str) -> bool:
+        if address.startswith(HTTP):
+            return True  # it is sent no token
         try:
             installed().check_call(address)
         except Rejected as error:
@@ -238,7 +248,7 @@ class Registry:
             await worker.idle.wait()
         finally:
             watching.cancel()
-            await worker.channel.close()
+            await worker.link.close()
 
     async def _follow(self, known: WorkerAddresses) -> None:
         """Look for changes in every source."""

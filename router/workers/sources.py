@@ -17,6 +17,8 @@ from router.workers.dns import SCHEME, DnsNames, parse_name
 
 FILE_FIELD = "workers_file"
 MAX_FILE_BYTES = 1 << 20
+HTTP = "http://"
+"""Before the address of an unmodified ``vllm serve``."""
 MIN_TTL, MAX_TTL = 1.0, 300.0  # seconds that an announcement holds
 
 
@@ -83,8 +85,11 @@ class WorkerSources:
         listed = WorkerAddresses((*config.prefill, *file.prefill), (*config.decode, *file.decode))
         for role, entries in (("prefill", listed.prefill), ("decode", listed.decode)):
             for entry in entries:
-                parse_name(role, entry)
-                if not entry.startswith(SCHEME):
+                stock = entry.startswith(HTTP)
+                if stock and role == "prefill":
+                    raise Rejected(role, f"{entry} is unmodified vLLM: list it as a decode worker")
+                parse_name(role, entry.removeprefix(HTTP))
+                if not stock and not entry.startswith(SCHEME):
                     installed().check_call(entry)
         return listed
 

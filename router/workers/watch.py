@@ -14,13 +14,8 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 
-import grpc
-
 from kvrelay.errors import DeadlineExceeded, KvrelayError, Mismatch, Unavailable
 from kvrelay.rpc.deadline import Deadline
-from kvrelay.rpc.health import is_serving
-from kvrelay.rpc.protocol import SERVICES
-from kvrelay.rpc.status import checked_response, from_rpc_error
 from kvrelay.v1 import worker_pb2
 from router.config import RouterConfig
 from router.workers.health import WorkerHealth, health_after_answer, health_after_failure
@@ -127,17 +122,11 @@ class Watcher:
         longest = max(LONGEST_CHECK_SECONDS + worker.transit, self.silence)
         deadline = Deadline.after(longest)
         full, serving = self._checks % FULL_CHECK_EVERY == 0, True
-        try:
-            answer = await worker.control.GetLoad(
-                worker_pb2.GetLoadRequest(), timeout=deadline.remaining()
-            )
-            load = checked_response(answer, worker.address).load
-            if full or load.worker_id != worker.key:
-                await self._update_info(deadline)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+        load = await worker.link.load(deadline)
+        if full or load.worker_id != worker.key:
+            await self._update_info(deadline)
         if full:
-            serving = await is_serving(worker.channel, deadline, SERVICES[worker.role])
+            serving = await worker.link.serving(worker.role, deadline)
         worker.load = load
         self._checks += 1
         return health_after_answer(serving, load.draining)
@@ -145,9 +134,7 @@ class Watcher:
     async def _update_info(self, deadline: Deadline) -> None:
         """Read the information; another boot token means that the worker has lost its legs."""
         worker = self._worker
-        request = worker_pb2.GetInfoRequest()
-        answer = await worker.control.GetInfo(request, timeout=deadline.remaining())
-        info = checked_response(answer, worker.address).info
+        info = await worker.link.info(deadline)
         before = worker.info
         worker.info = info
         if before is not None and before.worker_id != info.worker_id:

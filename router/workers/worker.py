@@ -1,4 +1,4 @@
-"""One worker as this router knows it: its channel, its reports, its legs.
+"""One worker as this router knows it: its link, its reports, its legs.
 
 A call that the router itself cancels wakes its reader at once, so a stream leaves a silent worker
 without a timer of its own and without any cost per token.
@@ -12,23 +12,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-import grpc
-
 from kvrelay.errors import KvrelayError
-from kvrelay.rpc.channel import ChannelOptions, open_channel
 from kvrelay.rpc.keepalive import MIN_BYTES_PER_SECOND
 from kvrelay.rpc.protocol import Role
-from kvrelay.v1 import (
-    decode_pb2_grpc,
-    prefill_pb2_grpc,
-    router_pb2,
-    types_pb2,
-    worker_pb2,
-    worker_pb2_grpc,
-)
+from kvrelay.v1 import router_pb2, types_pb2, worker_pb2
 from router.workers.candidate import Candidate
 from router.workers.fleet import belongs, weights_of
 from router.workers.health import UNCHECKED, HealthState, WorkerHealth
+from router.workers.link import WorkerLink
 
 MIN_TIMED_BYTES = 16 << 10  # the arrival of a smaller leg says nothing about larger ones
 TRANSIT_MARGIN = 8.0  # times the measured time
@@ -39,7 +30,7 @@ class _Cancellable(Protocol):
 
 
 class LegCall:
-    """One leg on a worker and the gRPC call that carries it.
+    """One leg on a worker and the call that carries it.
 
     ``work`` is what the leg counts for in placement, in tokens; ``positions`` is what its request
     needs on any worker. ``connected``: the channel was up when the leg began; if it was not, a
@@ -86,13 +77,10 @@ class KnownWorker:
     token is known.
     """
 
-    def __init__(self, address: str, listed: Role, options: ChannelOptions) -> None:
+    def __init__(self, address: str, listed: Role, link: WorkerLink) -> None:
         self.address = address
         self.listed = listed  # unspecified for a worker that announced itself
-        self.channel = open_channel(address, options)
-        self.control = worker_pb2_grpc.WorkerServiceStub(self.channel)
-        self.prefill = prefill_pb2_grpc.PrefillServiceStub(self.channel)
-        self.decode = decode_pb2_grpc.DecodeServiceStub(self.channel)
+        self.link = link
         self.health: WorkerHealth = UNCHECKED
         self.health_since = 0.0
         self.answered_check = 0.0  # when the last check began that the worker answered
@@ -181,8 +169,7 @@ class KnownWorker:
     @contextmanager
     def leg(self, work: int, positions: int) -> Iterator[LegCall]:
         """Count a leg on the worker inside this block; it is evicted if the worker is lost."""
-        connected = self.channel.get_state() is grpc.ChannelConnectivity.READY
-        leg = LegCall(work, positions, connected)
+        leg = LegCall(work, positions, self.link.connected)
         self._legs.add(leg)
         self._work += work
         self._candidate = None

@@ -21,6 +21,7 @@ from router.workers.health import (
     health_after_answer,
     health_after_failure,
 )
+from router.workers.link import GrpcLink
 from router.workers.patience import Patience
 from tests.failures.proxy import Faults, Proxy
 from tests.router.fakes import (
@@ -447,8 +448,9 @@ class Spoilt:
 async def test_a_check_that_goes_wrong_in_a_strange_way_is_not_the_last_one(how: str) -> None:
     async with running([decode_worker()]) as router:
         (known,) = router.registry.workers
-        spoilt = Spoilt(known.control, how)
-        known.control = spoilt  # type: ignore[assignment]
+        assert isinstance(known.link, GrpcLink)
+        spoilt = Spoilt(known.link.control, how)
+        known.link.control = spoilt  # type: ignore[assignment]
         await router.settled(used=0)
         spoilt.how = ""
         await router.settled(used=1)
