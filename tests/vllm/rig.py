@@ -66,6 +66,17 @@ class Output:
     seconds: float | None = None
 
 
+def with_store(store: str, extra: Mapping[str, object] | None = None) -> dict[str, object]:
+    """vLLM's configuration of the connector; ``extra`` are our own options."""
+    return {
+        "kv_connector": "KvrelayConnector",
+        "kv_role": "kv_both",
+        "kv_connector_module_path": "kvrelay.engine.vllm.connector",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"store": store, "audit": True, **(extra or {})},
+    }
+
+
 class EngineError(Exception):
     """The engine refused to start, or a call failed."""
 
@@ -95,18 +106,11 @@ class VllmProcess:
             "max_num_batched_tokens": 256,
             **settings,
         }
-        connector = {
-            "kv_connector": "KvrelayConnector",
-            "kv_role": "kv_both",
-            "kv_connector_module_path": "kvrelay.engine.vllm.connector",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"store": store, "audit": True, **(extra or {})},
-            **(transfer or {}),
-        }
+        configured = None if store is None else {**with_store(store, extra), **(transfer or {})}
         options = {
             "engine": engine,
             "sampler": SAMPLER if sampler else None,
-            "transfer": None if store is None else connector,
+            "transfer": configured,
         }
         self.log = log
         with log.open("ab") as file:
