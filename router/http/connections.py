@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -267,7 +268,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._end_head()
         self.table.rest(self)
         if self.transport.can_write_eof():
-            self.transport.write_eof()
+            with suppress(OSError):  # the client has left: the event loop sees it next
+                self.transport.write_eof()
         self.flow.resume_reading()
         self._discard_timer = self.loop.call_later(self.table.limits.body_seconds, self.abort)
 

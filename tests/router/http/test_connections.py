@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -130,6 +131,23 @@ async def test_many_requests_sent_at_once_are_all_answered() -> None:
                 assert answered.startswith(b"HTTP/1.1 200"), count
             assert not await reader.read()
         writer.close()
+
+
+async def test_a_client_that_leaves_before_it_is_refused_is_no_error() -> None:
+    """It leaves in the turn of the event loop in which its time for a head ends."""
+    errors: list[dict[str, object]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: errors.append(context))
+    async with bounded(head_seconds=0.2) as (_, client, server):
+        made = socket.create_connection(("127.0.0.1", client.base_url.port))
+        async with asyncio.timeout(20):
+            while not server.connections.open:  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0)
+            loop.call_soon(made.close)  # before timers, and the loop has looked at its sockets
+            time.sleep(0.3)  # noqa: ASYNC251 - the timer is due in the next turn
+            while server.connections.open:  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0.01)
+    assert not errors
 
 
 async def test_rubbish_behind_a_request_is_not_answered_within_its_stream() -> None:
