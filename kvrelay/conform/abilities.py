@@ -12,6 +12,7 @@ from kvrelay.errors import KvrelayError, Unavailable
 from kvrelay.load.driver import perform
 from kvrelay.load.http_door import DoorOptions, HttpDoor
 from kvrelay.load.request import LoadAnswer, LoadRequest, Part
+from kvrelay.rpc.security.tls import HttpsClient
 
 IDS = tuple(range(40, 52))
 TEXT = "a"
@@ -156,7 +157,7 @@ def _refusal(answer: LoadAnswer) -> str:
     return answer.error
 
 
-def door_of(url: str, model: str, token: str | None) -> HttpDoor:
+def door_of(url: str, model: str, token: str | None, https: HttpsClient | None = None) -> HttpDoor:
     """A door that sends nothing but what it is asked to."""
     tokens = {"": token} if token else {}
-    return HttpDoor(url, DoorOptions(model=model, plain=True, tokens=tokens))
+    return HttpDoor(url, DoorOptions(model=model, plain=True, tokens=tokens, https=https))

@@ -9,13 +9,15 @@ from dataclasses import dataclass, field, replace
 from kvrelay.errors import KvrelayError
 from kvrelay.load.openai_server import Json, OpenAIServer
 from kvrelay.load.request import AnswerPiece, ChosenToken, LoadRequest, ServerAccount
+from kvrelay.rpc.security.tls import HttpsClient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoorOptions:
     """``plain``: only fields of OpenAI's own API.
 
-    ``tokens``: the bearer token of each tenant, of "" for those that have none.
+    ``tokens``: the bearer token of each tenant, of "" for those that have none. ``https``: for a
+    server whose certificate the system does not trust.
     """
 
     model: str = ""
@@ -24,13 +26,14 @@ class DoorOptions:
     plain: bool = False
     ignore_eos: bool = True
     tokens: Mapping[str, str] = field(default_factory=dict)
+    https: HttpsClient | None = None
 
 
 class HttpDoor:
     """One server. Connections are kept and used again."""
 
     def __init__(self, url: str, options: DoorOptions, field: str = "url") -> None:
-        self.server = OpenAIServer(url, field)
+        self.server = OpenAIServer(url, field, options.https)
         self._options = options
 
     async def ask(self, request: LoadRequest, timeout: float) -> AsyncGenerator[AnswerPiece, None]:  # noqa: ASYNC109 - the caller has the clock

@@ -17,6 +17,7 @@ from yarl import URL
 
 from kvrelay.errors import DeadlineExceeded, Exhausted, KvrelayError, Rejected, Unavailable
 from kvrelay.rpc.address import Address
+from kvrelay.rpc.security.tls import HttpsClient
 
 Json: TypeAlias = "dict[str, object]"
 DONE = b"[DONE]"
@@ -31,8 +32,11 @@ RETRY_SECONDS = 1.0
 class OpenAIServer:
     """One server; ``url`` with or without ``/v1`` at its end. Connections are used again."""
 
-    def __init__(self, url: str, field: str = "url") -> None:
-        """``Rejected`` names the field if it is no HTTP URL."""
+    def __init__(self, url: str, field: str = "url", https: HttpsClient | None = None) -> None:
+        """``Rejected`` names the field if it is no HTTP URL.
+
+        Without ``https`` the system's authorities are trusted.
+        """
         try:
             parsed = URL(url.rstrip("/").removesuffix("/v1"))
         except ValueError as error:
@@ -40,6 +44,7 @@ class OpenAIServer:
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise Rejected(field, f"{url!r}: wanted is http://HOST:PORT or https://HOST:PORT")
         self.url = parsed
+        self._https = https
         self._sessions: dict[bool, aiohttp.ClientSession] = {}
 
     async def events(
@@ -98,14 +103,25 @@ class OpenAIServer:
         url = self.url.with_path(self.url.path.rstrip("/") + path)
         with _errors(self.url):
             try:
-                response = await self._session().request(method, url, headers=headers, json=body)
+                response = await self._request(method, url, headers, body)
             except aiohttp.ClientConnectorError:
                 raise  # nothing listens
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                fresh = self._session(reuses=False)
-                response = await fresh.request(method, url, headers=headers, json=body)
+                response = await self._request(method, url, headers, body, reuses=False)
             async with response:
                 yield response
+
+    async def _request(
+        self,
+        method: str,
+        url: URL,
+        headers: Mapping[str, str],
+        body: Json | None,
+        reuses: bool = True,
+    ) -> aiohttp.ClientResponse:
+        name = None if self._https is None else self._https.name
+        session = self._session(reuses)
+        return await session.request(method, url, headers=headers, json=body, server_hostname=name)
 
     def _session(self, reuses: bool = True) -> aiohttp.ClientSession:
         """A session of the running event loop; without ``reuses`` each request has a connection."""
@@ -113,7 +129,10 @@ class OpenAIServer:
             kept = IDLE_SECONDS if reuses else None
             self._sessions[reuses] = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
-                    limit=0, keepalive_timeout=kept, force_close=not reuses
+                    limit=0,
+                    keepalive_timeout=kept,
+                    force_close=not reuses,
+                    ssl=True if self._https is None else self._https.context,
                 ),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
                 cookie_jar=aiohttp.DummyCookieJar(),

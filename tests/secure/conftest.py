@@ -31,6 +31,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
         config = ClusterConfig(
             model=str(model),
             port=0,
+            http_port=0,
             dtype="float32",
             disaggregate="always",
             threads=1,

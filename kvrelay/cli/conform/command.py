@@ -24,6 +24,8 @@ from kvrelay.load.draws import LengthDraw
 from kvrelay.load.driver import in_background
 from kvrelay.load.openai_server import Json
 from kvrelay.process.sigint import INTERRUPTED_STATUS
+from kvrelay.rpc.security.options import TlsFiles
+from kvrelay.rpc.security.tls import https_client
 from kvrelay.version import VERSION
 
 TITLE, CELL = 28, 24
@@ -54,7 +56,7 @@ examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConformConfig:
+class ConformConfig(TlsFiles):
     """What to ask of which server."""
 
     url: str = required(str, "the server", metavar="URL", positional=True)
@@ -157,7 +159,7 @@ def main(argv: Sequence[str]) -> int:
     print_out(f"kvrelay conform {config.url} --seed {plan.seed}")
     screen = ConformScreen(config.progress)
     run = ConformRun(
-        door_of(config.url, config.model, config.api_key),
+        door_of(config.url, config.model, config.api_key, https_client(config)),
         plan,
         screen,
         config.check or NAMES,

@@ -30,6 +30,7 @@ from kvrelay.load.request import LoadDoor
 from kvrelay.load.run import LoadPlan, LoadRun
 from kvrelay.load.workload import Workload, read_tenants
 from kvrelay.process.sigint import INTERRUPTED_STATUS
+from kvrelay.rpc.security.tls import https_client
 from kvrelay.version import VERSION
 
 FIRST_RUN = "first-run"
@@ -239,6 +240,7 @@ class LoadConfig(RouterOptions):
             plain=self.plain,
             ignore_eos=self.ignore_eos,
             tokens=tokens,
+            https=https_client(self),
         )
 
 

@@ -13,8 +13,8 @@ GROUP = "security"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SecurityOptions:
-    """Flags, environment and file; see docs/security.md."""
+class TlsFiles:
+    """Certificates of a client or server; see docs/security.md."""
 
     tls_cert: str | None = option(
         None, "certificate of this process, PEM; switches TLS on", metavar="FILE", group=GROUP
@@ -25,11 +25,17 @@ class SecurityOptions:
     tls_ca: str | None = option(
         None, "certificate authority to trust, PEM", metavar="FILE", group=GROUP
     )
-    tls_mutual: bool = option(
-        True, "accept clients without a certificate although --tls-ca is given", group=GROUP
-    )
     tls_name: str | None = option(
         None, "name in the certificates of other processes, if it is not their address", group=GROUP
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecurityOptions(TlsFiles):
+    """Flags, environment and file; see docs/security.md."""
+
+    tls_mutual: bool = option(
+        True, "accept clients without a certificate although --tls-ca is given", group=GROUP
     )
     credentials: str | None = option(
         None, "tokens and keys, TOML; callers must then show a token", metavar="FILE", group=GROUP

@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 
 from kvrelay.errors import Rejected
-from kvrelay.rpc.security.options import SecurityOptions
+from kvrelay.rpc.security.options import SecurityOptions, TlsFiles
 
 MAX_PEM_BYTES = 1 << 20
 OUTSIDE_VALIDITY = (9, 10)  # OpenSSL's codes: not valid yet, expired
@@ -116,7 +116,31 @@ def load(options: SecurityOptions) -> TlsCredentials | None:
     return found
 
 
-def _contents(options: SecurityOptions) -> tuple[bytes | None, bytes | None, bytes | None]:
+@dataclass(frozen=True, slots=True)
+class HttpsClient:
+    """What an HTTPS client trusts and shows; ``name`` as in ``TlsCredentials``."""
+
+    context: ssl.SSLContext
+    name: str | None
+
+
+def https_client(files: TlsFiles) -> HttpsClient | None:
+    """``None`` if no file is named; ``Rejected`` for one that cannot be used.
+
+    Without an authority the system's are trusted.
+    """
+    options = SecurityOptions(
+        tls_cert=files.tls_cert, tls_key=files.tls_key, tls_ca=files.tls_ca, tls_name=files.tls_name
+    )
+    if load(options) is None:
+        return None
+    context = ssl.create_default_context(cafile=files.tls_ca)
+    if files.tls_cert is not None:
+        context.load_cert_chain(files.tls_cert, files.tls_key, password=_no_password)
+    return HttpsClient(context, files.tls_name)
+
+
+def _contents(options: TlsFiles) -> tuple[bytes | None, bytes | None, bytes | None]:
     return (
         _read("tls_ca", options.tls_ca),
         _read("tls_cert", options.tls_cert),
