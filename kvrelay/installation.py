@@ -175,11 +175,11 @@ def install_line(*extras: str) -> str:
     wanted = "all" if len(extras) > 1 else extras[0]
     root = clone_root()
     if root is None:
-        what, edit = f"'kvrelay[{wanted}]'", ""
+        what, edit = f"kvrelay[{wanted}]", ""
     else:
         where = "." if root == Path.cwd() else str(root)
-        what, edit = f"'{where}[{wanted}]'", "-e "
-    return f"{_pip_install()} {edit}{what}"
+        what, edit = f"{where}[{wanted}]", "-e "
+    return f"{_pip_install()} {edit}{shlex.quote(what)}"
 
 
 def command(words: str = "") -> str:

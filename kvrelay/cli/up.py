@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from kvrelay.cli.model_check import ModelCheck
 from kvrelay.cli.screen import paint, print_err, print_out, table
@@ -124,7 +125,8 @@ class Up:
                 print_out(f"\nOpenAI API at {paint(f'{http}/v1', 'bold')}; try:")
                 print_out("  " + " \\\n      ".join(curl_example(self._config, http)))
             print_out(f"\nServing on {paint(self.cluster.router, 'bold')}; Ctrl-C ends it. Try:")
-            print_out("  " + " \\\n      ".join(self._example()))
+            example = generate_example(self._config, self.cluster.router)
+            print_out("  " + " \\\n      ".join(example))
             self._publish()
             self._ended.wait()
             self._failing = self.cluster.failing()
@@ -147,20 +149,6 @@ class Up:
         self._ended.set()  # first: the end of the model's check is no reason to go on
         self._model_check.stop()
         self.cluster.interrupt()
-
-    def _example(self) -> list[str]:
-        """A command that a client on this machine can type, in lines that fit a terminal."""
-        config = self._config
-        lines = [f"{command('generate')} --router {self.cluster.router}", *client_flags(config)]
-        if config.model == "recall":  # it recalls its system message
-            lines += [
-                '--chat --temperature 0 --system "The copper mask stands in Boston."',
-                '"Where is the copper mask?"',
-            ]
-        else:
-            text = has_tokenizer(Path(config.model_path))
-            lines.append('"Once upon a time"' if text else "--token-ids 1,2,3")
-        return lines
 
     def _publish(self) -> None:
         for file in () if self._ended.is_set() else self._files():
@@ -192,8 +180,26 @@ class Up:
             print_err(line)
 
 
+def generate_example(config: ClusterConfig, router: str) -> list[str]:
+    """A command that a client on this machine can type, in lines that fit a terminal."""
+    lines = [f"{command('generate')} --router {shlex.quote(router)}", *client_flags(config)]
+    if config.model == "recall":  # it recalls its system message
+        lines += [
+            '--chat --temperature 0 --system "The copper mask stands in Boston."',
+            '"Where is the copper mask?"',
+        ]
+    else:
+        text = has_tokenizer(Path(config.model_path))
+        lines.append('"Once upon a time"' if text else "--token-ids 1,2,3")
+    return lines
+
+
 def curl_example(config: ClusterConfig, http: str) -> list[str]:
-    """A request that a client on this machine can type, in lines that fit a terminal."""
+    """A request that a client on this machine can type, in lines that fit a terminal.
+
+    ``--tls-name`` is in the certificate in place of the address: curl asks for a URL of this name,
+    and connects to the address.
+    """
     folder = Path(config.model_path)
     body: dict[str, object] = {"model": config.model_name}
     page = "completions"
@@ -204,7 +210,14 @@ def curl_example(config: ClusterConfig, http: str) -> list[str]:
         body |= {"temperature": 0, "messages": [{"role": "system", "content": said}, asked]}
     else:
         body["prompt"] = "Once upon a time" if has_tokenizer(folder) else [1, 2, 3]
-    lines = [["curl", f"{http}/v1/{page}", "-H", "Content-Type: application/json"]]
+    address = urlsplit(http).netloc
+    named = address
+    if config.tls_name is not None and http.startswith("https:"):
+        named = str(Address(config.tls_name, Address.parse(address).port))
+    url = f"{http.removesuffix(address)}{named}/v1/{page}"
+    lines = [["curl", url, "-H", "Content-Type: application/json"]]
+    if named != address:
+        lines.append(["--connect-to", f"{named}:{address}"])
     if config.tls_ca is not None:
         lines.append(["--cacert", config.tls_ca])
         if config.tls_mutual:
