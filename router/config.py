@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrelay.config.reader import check, option, required
-from kvrelay.errors import Rejected
+from kvrelay.errors import DeadlineExceeded, Rejected
 from kvrelay.process.logs import FORMATS, LEVELS
 from kvrelay.rpc.address import LOOPBACK, ROUTER_PORT
 from kvrelay.rpc.tracing import TracingOptions
@@ -176,3 +176,11 @@ class RouterConfig(TracingOptions):
     def model_name(self) -> str:
         """What requests call the model and workers must call it."""
         return self.served_model or Path(self.model).resolve().name
+
+
+def out_of_time(when: str) -> DeadlineExceeded:
+    """The error of a request whose time limit passed ``when``; it names what sets the limit."""
+    return DeadlineExceeded(
+        f"the time limit passed {when}: it is the router's --default-timeout, or a gRPC call's own"
+        " of at most --max-timeout"
+    )

@@ -242,7 +242,7 @@ def _from_code(code: grpc.StatusCode, text: str) -> KvrelayError:
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return Exhausted(text, DEFAULT_RETRY_SECONDS)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
-            late = "the time limit passed before the answer was complete: allow more time"
+            late = "the time limit passed before the answer was complete: raise the call's timeout"
             return DeadlineExceeded(late if _LATE.search(text) else text)
         case grpc.StatusCode.DATA_LOSS:
             return Corrupt("response", text)

@@ -82,7 +82,8 @@ class RoleSwitch:
                     await self._set_health()
             except TimeoutError as error:
                 raise DeadlineExceeded(
-                    f"{streams.open} legs are still open and the role is unchanged: allow more time"
+                    f"{streams.open} legs are still open and the role is unchanged: raise the"
+                    " call's timeout"
                 ) from error
             log.info("changed to a %s worker", NAMES[role])
 

@@ -15,6 +15,7 @@ from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.status import checked_response, from_rpc_error, sent_by_server
 from kvrelay.rpc.tracing import OFF, Span
 from kvrelay.v1 import decode_pb2, prefill_pb2, types_pb2
+from router.config import out_of_time
 from router.generate.spans import account_attributes, leg_span
 from router.workers.health import WorkerLost
 from router.workers.link import LegStream
@@ -169,8 +170,5 @@ def _mapped(worker: KnownWorker, leg: LegCall, error: grpc.RpcError) -> KvrelayE
     if isinstance(mapped, Unavailable) and leg.connected:
         return WorkerLost(f"{worker.address} was lost: {mapped}")
     if isinstance(mapped, DeadlineExceeded):  # gRPC's text does not say which deadline
-        return DeadlineExceeded(
-            "the deadline of this request passed before its output was complete: allow it more"
-            " time, within the router's --default-timeout and --max-timeout, or resume it"
-        )
+        return out_of_time("before the output was complete, which can be resumed")
     return mapped

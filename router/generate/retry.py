@@ -31,6 +31,7 @@ from kvrelay.errors import (
     Unservable,
 )
 from kvrelay.v1 import types_pb2
+from router.config import out_of_time
 from router.generate.request import AcceptedRequest
 from router.workers.health import WorkerLost, WorkerSilent
 
@@ -336,7 +337,7 @@ class RetryControl:
             backoff = min(error.retry_after, MAX_BACKOFF_SECONDS)
         suspect = kind is RetryKind.SUSPECT
         if now >= deadline:
-            late = DeadlineExceeded("no time left to continue the stream")
+            late = out_of_time("before the stream could continue")
             return RetryStep(backoff, suspect, late)
         self.retried[kind.name.lower()] += 1
         self.migrations += leg.streaming

@@ -10,12 +10,12 @@ from functools import lru_cache
 
 from kvrelay.block.name import Namer
 from kvrelay.block.namespace import Namespace
-from kvrelay.errors import DeadlineExceeded, Exhausted, KvrelayError, Mismatch, Unavailable
+from kvrelay.errors import Exhausted, KvrelayError, Mismatch, Unavailable
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.protocol import Role, role_name
 from kvrelay.rpc.security.identity import Tenant
 from kvrelay.v1 import types_pb2, worker_pb2
-from router.config import RouterConfig
+from router.config import RouterConfig, out_of_time
 from router.placement.affinity import Affinity
 from router.placement.costs import ComputeSite, Costs, LegTimings
 from router.placement.policy import DECODE, PREFILL, LegDemand, Prefix, choose
@@ -373,7 +373,7 @@ class Placer:
 
     def _none_left(self, leg: NextLeg) -> KvrelayError:
         if leg.deadline.expired:
-            return DeadlineExceeded("no time left to find a worker")
+            return out_of_time("before a worker was found")
         usable = self._registry.usable(types_pb2.ROLE_DECODE)
         if usable and not any(worker.fits(leg.positions) for worker in usable):
             return Unavailable(

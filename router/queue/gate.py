@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
-from kvrelay.errors import DeadlineExceeded, Unavailable
+from kvrelay.errors import Unavailable
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.security.identity import Tenant
 from kvrelay.v1 import router_pb2, types_pb2
-from router.config import RouterConfig
+from router.config import RouterConfig, out_of_time
 from router.queue.admission import AdmissionControl, AdmissionStep
 from router.queue.fair import QueuedRequest
 from router.queue.semaphore import FairSemaphore
@@ -181,7 +181,7 @@ class QueueGate:
                 await grant
         except TimeoutError as error:
             if deadline.expired:
-                raise DeadlineExceeded("the deadline passed while it waited for a slot") from error
+                raise out_of_time("while it waited for a slot") from error
             raise self._admission.timed_out(request, time.monotonic()) from error
 
     def _resize(self) -> None:

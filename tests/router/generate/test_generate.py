@@ -297,6 +297,7 @@ async def test_the_router_bounds_time() -> None:
         error = await failing(router.generate(request()))
         assert isinstance(error, DeadlineExceeded)
         assert "--max-timeout" in str(error)
+        assert "the router's --default-timeout" in str(error)  # an HTTP request has no other limit
 
 
 async def test_resume_at_every_token() -> None:

@@ -162,6 +162,7 @@ def test_nothing_is_retried_after_the_deadline() -> None:
     step = retried.step("a", WorkerSilent("x"), 0, 1000.0)
     assert step.suspect
     assert isinstance(step.error, DeadlineExceeded)
+    assert "the router's --default-timeout" in str(step.error)
     assert not retried.control.retried
 
 
