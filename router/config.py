@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvrelay.config.option import check_unset
 from kvrelay.config.reader import check, option, required
 from kvrelay.errors import DeadlineExceeded, Rejected
 from kvrelay.process.logs import FORMATS, LEVELS
@@ -16,6 +17,7 @@ from kvrelay.text.tokenizer import MAX_PROMPT_BYTES
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([\w.-]+|\[[0-9a-f:]+\])(:\d{1,5})?", re.ASCII)
 DISAGGREGATE = ("always", "auto", "never")
 TOOL_FORMATS = ("auto", "hermes", "llama")
+OF_HTTP = ("cors_origin", "strict_fields")
 REASONING_FORMATS = ("auto", "think", "none")
 
 
@@ -155,6 +157,8 @@ class RouterConfig(TracingOptions):
                 raise Rejected(
                     "cors_origin", f"must be like https://host or http://host:port, got {origin!r}"
                 )
+        if self.http_port is None:
+            check_unset(self, OF_HTTP, "needs the HTTP API: give --http-port")
         if not (self.decode or self.workers_file or self.announce):
             raise Rejected(
                 "decode",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrelay.config.option import option
+from kvrelay.config.option import check_unset, option
 from kvrelay.config.reader import check
 from kvrelay.errors import Rejected
 from kvrelay.process.cores import MOST_THREADS
@@ -22,8 +22,10 @@ from kvrelay.worker.config import (
 )
 from kvstore.limits import BUDGET, DISK_BUDGET, EVICTIONS
 from kvstore.urls import split_urls
-from router.config import DISAGGREGATE, REASONING_FORMATS, TOOL_FORMATS
+from router.config import DISAGGREGATE, OF_HTTP, REASONING_FORMATS, TOOL_FORMATS
 
+OF_DISK = ("store_disk_budget", "restore")
+OF_OWN_STORE = ("store_port", "store_budget", "eviction", "store_disk", *OF_DISK)
 SHIPPED_MODEL = Path(__file__).resolve().parents[1] / "recall" / "model"
 
 
@@ -147,10 +149,14 @@ class ClusterConfig(TracingOptions):
         check(self)
         if any(url.startswith("memory:") for url in split_urls(self.store or "")):
             raise Rejected("store", "memory:// belongs to one process and cannot be shared")
-        if self.store is not None and self.store_disk is not None:
-            raise Rejected(
-                "store_disk", "applies to the store that is started here, not to --store"
-            )
+        if self.store is not None:
+            reason = "applies to the store that is started here, not to --store"
+            check_unset(self, OF_OWN_STORE, reason)
+        elif self.store_disk is None:
+            check_unset(self, OF_DISK, "needs --store-disk")
+        if self.http_port is None:
+            reason = "needs the HTTP API: give --http-port, and leave out --no-http"
+            check_unset(self, OF_HTTP, reason)
         if self.devices is not None:
             self._check_devices()
         if self.engine != "vllm" and (self.vllm_python or self.vllm_option):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import (
     TYPE_CHECKING,
@@ -169,6 +169,16 @@ def check(config: DataclassInstance) -> None:
         for one in value if isinstance(value, tuple) else (value,):
             if one is not None:
                 item.check(one)
+
+
+def check_unset(config: DataclassInstance, names: Collection[str], reason: str) -> None:
+    """Raise ``Rejected`` with ``reason`` if one of these options does not have its default.
+
+    For options that have no effect together with others.
+    """
+    for item in options(type(config)):
+        if item.name in names and (value := getattr(config, item.name)) != item.default:
+            raise Rejected(item.name, f"{item.show(value)}: {reason}")
 
 
 def _is_choice(value: object, choice: str) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay.cli.dispatch import main
 from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.layout import LEAST_POOL, environ_of, pool_bytes, process_specs
 from kvrelay.cluster.process import ProcessSpec
@@ -236,6 +237,43 @@ def test_each_worker_sees_one_gpu() -> None:
 def test_gpus_that_cannot_be_meant(given: dict[str, str], reason: str) -> None:
     with pytest.raises(Rejected, match=f"devices: .*{reason}"):
         ClusterConfig(**given)  # type: ignore[arg-type]
+
+
+ELSEWHERE = {"store": "kvrelay://elsewhere:1"}
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "message"),
+    [
+        ({"cors_origin": ("https://a.b", "*")}, "cors_origin", r"https://a.b,\*: .*--no-http"),
+        ({"strict_fields": True}, "strict_fields", "yes: needs the HTTP API: give --http-port"),
+        ({**ELSEWHERE, "store_budget": 1 << 30 | 1 << 20}, "store_budget", "1025MiB: .* --store"),
+        ({**ELSEWHERE, "store_port": 7}, "store_port", "7: applies to the store that is started"),
+        ({**ELSEWHERE, "eviction": "lru"}, "eviction", "lru: .*not to --store"),
+        ({**ELSEWHERE, "store_disk": "/disk"}, "store_disk", "/disk: .*not to --store"),
+        ({**ELSEWHERE, "restore": False}, "restore", "no: .*not to --store"),
+        ({"restore": False}, "restore", "no: needs --store-disk"),
+        ({"store_disk_budget": 1 << 20}, "store_disk_budget", "1MiB: needs --store-disk"),
+    ],
+)
+def test_an_option_that_would_have_no_effect_is_refused(
+    given: dict[str, str], field: str, message: str
+) -> None:
+    """They were accepted: a web page, for one, was refused although its origin had been given."""
+    with pytest.raises(Rejected, match=f"{field}: {message}") as caught:
+        ClusterConfig(**given)  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+def test_options_of_http_without_it_are_refused_before_a_process_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["up", "--no-http", "--cors-origin", "https://a.example"]) == 2
+    said = capsys.readouterr().err
+    assert "cors_origin: https://a.example: needs the HTTP API" in said
+    assert "leave out --no-http" in said
+    with pytest.raises(Rejected, match="strict_fields: yes: needs the HTTP API"):
+        RouterConfig(model="x", announce=True, strict_fields=True)
 
 
 def test_vllm_workers_run_in_the_interpreter_that_has_vllm() -> None:

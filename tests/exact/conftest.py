@@ -46,7 +46,9 @@ def cluster(
     """
     lines: list[str] = []
     # A store touches its memory at start: as little as tiny models need, or it takes a second.
-    defaults = {"dtype": "float32", "disaggregate": "always", "store_budget": 1 << 26}
+    defaults: dict[str, int | str] = {"dtype": "float32", "disaggregate": "always"}
+    if "store" not in settings:
+        defaults["store_budget"] = 1 << 26
     config = ClusterConfig(model=str(model), port=0, **{**defaults, **settings})  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:  # for the cluster alone, not for later tests
         patch.setenv("KVRELAY_AUDIT", "true")

@@ -99,6 +99,8 @@ def load(options: SecurityOptions) -> TlsCredentials | None:
         field = "tls_key" if key is None else "tls_cert"
         raise Rejected(field, "missing: --tls-cert and --tls-key go together")
     if cert is None and ca is None:
+        if options.tls_name is not None:
+            raise Rejected("tls_name", f"{options.tls_name}: needs TLS: give --tls-ca")
         return None
     contents = _contents(options)
     context, expires = None, None
