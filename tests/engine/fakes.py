@@ -7,12 +7,13 @@ attends to, that the slot holds just that, and its next token is a function of i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from kvrelay.engine.core.blocks import Naming
 from kvrelay.engine.core.external import Load
 from kvrelay.engine.core.plan import EngineLimits, Entry, Plan
-from kvrelay.engine.core.updates import Sampled, Work
+from kvrelay.engine.core.updates import Ended, Sampled, Work
 
 VOCABULARY = 97
 LIMITS = EngineLimits(
@@ -50,6 +51,31 @@ def naming() -> Naming:
         return hashlib.sha256(parent + repr(list(tokens)).encode()).digest()
 
     return Naming(b"root", child)
+
+
+class Traced:
+    """Keeps the account of a dropped leg, and the calls to the store that were made for it."""
+
+    def __init__(self) -> None:
+        self.accounts: list[tuple[Ended, float]] = []
+        self.depth = 0
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        self.depth += 1
+        yield
+        self.depth -= 1
+
+    def dropped(self, account: Ended, now: float) -> None:
+        self.accounts.append((account, now))
+
+    @property
+    def phases(self) -> tuple[float, float, float, float]:
+        """Seconds of queue, load, first token, and the rest; they add up to the leg's life."""
+        ((account, now),) = self.accounts
+        timing = account.timing
+        parts = timing.queue, timing.load, timing.run
+        return *parts, now - timing.submitted - sum(parts)
 
 
 class ChainRunner:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import pytest
 
@@ -14,7 +13,6 @@ from kvrelay.engine.core.external import Connector, Load, Query, Save, TransferE
 from kvrelay.engine.core.request import Order
 from kvrelay.engine.core.updates import (
     Admitted,
-    Ended,
     Failed,
     Sampled,
     Token,
@@ -25,7 +23,7 @@ from kvrelay.engine.engine import Engine, EngineOptions
 from kvrelay.engine.stepping import DeviceLost
 from kvrelay.errors import Rejected, Unavailable
 from kvrelay.sampling import Sampling
-from tests.engine.fakes import LIMITS, ChainRunner, answer, naming
+from tests.engine.fakes import LIMITS, ChainRunner, Traced, answer, naming
 
 
 class NoText:
@@ -84,31 +82,6 @@ class Raising(NoConnector):
             self.broken += 1
             if self.broken % 2 == 0:
                 raise RuntimeError(f"{call} broke")
-
-
-class Traced:
-    """Keeps the account of a dropped leg, and the calls to the store that were made for it."""
-
-    def __init__(self) -> None:
-        self.accounts: list[tuple[Ended, float]] = []
-        self.depth = 0
-
-    @contextmanager
-    def calling(self) -> Iterator[None]:
-        self.depth += 1
-        yield
-        self.depth -= 1
-
-    def dropped(self, account: Ended, now: float) -> None:
-        self.accounts.append((account, now))
-
-    @property
-    def phases(self) -> tuple[float, float, float, float]:
-        """Seconds of queue, load, first token, and the rest; they add up to the leg's life."""
-        ((account, now),) = self.accounts
-        timing = account.timing
-        parts = timing.queue, timing.load, timing.run
-        return *parts, now - timing.submitted - sum(parts)
 
 
 class Turned:

@@ -15,6 +15,7 @@ from kvrelay.engine.engine import EngineOptions
 from kvrelay.engine.vllm.serving.engine import VllmEngine
 from kvrelay.errors import Exhausted, Rejected, Unavailable
 from kvrelay.sampling import Sampling
+from tests.engine.fakes import Traced
 from tests.engine.vllm.stepped import LIMITS, FakeCore
 
 WAIT = 20.0
@@ -35,10 +36,15 @@ class Turned:
             self.updates.setdefault(request_id, []).append(update)
 
     def submit(
-        self, request_id: str, length: int = 5, tokens: int = 3, prefill_only: bool = False
+        self,
+        request_id: str,
+        length: int = 5,
+        tokens: int = 3,
+        prefill_only: bool = False,
+        trace: Traced | None = None,
     ) -> None:
         order = Order(request_id, tuple(range(length)), length, tokens, prefill_only=prefill_only)
-        self.engine.submit(order, Sampling())
+        self.engine.submit(order, Sampling(), trace=trace)
 
     def ended(self, request_id: str) -> Ended:
         last = self.updates[request_id][-1]
@@ -277,3 +283,30 @@ def test_random_lives_add_up(seed: int) -> None:
     assert totals.generated == sum(len(turned.tokens(name)) for name in turned.updates)
     assert sum(totals.finished.values()) == 40
     assert turned.engine.load().running == 0
+
+
+def test_a_dropped_leg_tells_its_trace_how_far_it_came() -> None:
+    """Aborted before its first step or later, or failed; not one that ends."""
+    core = FakeCore({"later": 4})
+    traces = {name: Traced() for name in ("early", "later", "failed", "ended")}
+    turned = Turned(core)
+    turned.submit("early", trace=traces["early"])
+    turned.engine.abort("early")
+    for name in ("later", "failed"):
+        turned.submit(name, tokens=9, trace=traces[name])
+    turned.submit("ended", tokens=1, trace=traces["ended"])
+    turned.engine.turn()
+    turned.engine.turn()
+    turned.engine.abort("later")
+    core.errors["failed"] = Rejected("response_format", "no token is possible")
+    turned.engine.turn()
+    assert traces["ended"].accounts == []
+    queue, *rest = traces["early"].phases
+    assert queue > 0
+    assert rest == [0, 0, 0]
+    ((later, _),) = traces["later"].accounts
+    assert (later.tokens.external, later.tokens.executed, later.tokens.generated) == (4, 2, 2)
+    for name in ("later", "failed"):
+        _, _, run, after = traces[name].phases
+        assert run > 0
+        assert after > 0
