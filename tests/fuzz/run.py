@@ -2,7 +2,7 @@
 
 Where gRPC listens half of them are mutated messages of every method, half raw bytes. Then the same
 for a cluster with mutual TLS. It ends with status 0 only if no process ended, none holds anything,
-memory stood still, and every answer given meanwhile was right.
+memory stopped growing, and every answer given meanwhile was right.
 """
 
 from __future__ import annotations
@@ -21,30 +21,32 @@ from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.health import is_serving
 from tests.fuzz.http import HttpBytes, HttpPort, is_served
+from tests.fuzz.memory import AT_ONCE_MIB, Memory, Readings, allowed_mib, at_rest
 from tests.fuzz.ports import Bytes, Calls, Port, besiege, calls, flood
-from tests.fuzz.stand import Stand, Witness, standing, tracebacks
+from tests.fuzz.stand import SECONDS, Stand, Witness, standing, tracebacks
 from tests.fuzz.wire import SocketBytes, claimed, http1, http2, noise
 from tests.secured import SERVICE
 
 ROLES = ("router", "prefill", "decode", "store")
-GROWTH_MIB = 48
-GROWTH_AT_ONCE_MIB = 256  # what a flood leaves to the allocator until its threads have ended
 ROUNDS = 10
-REST_SECONDS = 25.0
 IDLE_SECONDS = 60.0
 
 
 async def fuzz(
-    stand: Stand, messages: int, seed: int, siege: float, rest: float = 0.0
+    stand: Stand, messages: int, seed: int, siege: float, rests: bool = False
 ) -> list[str]:
     """What went wrong with so many messages to each port; empty if nothing did.
 
-    ``rest``: seconds before memory is read, in which the threads that a flood has made end.
+    ``rests``: memory is read after a rest (``at_rest``), else at once.
     """
-    before, memory = stand.pids(), dict[str, int]()
+    before = stand.pids()
+
+    async def memory() -> Memory:
+        return await at_rest(stand.memory) if rests else stand.memory()
+
     witness, over = Witness(stand), asyncio.Event()
     await witness.begin()
-    at_first = stand.memory()
+    start = half = await memory()
     witnessing = asyncio.ensure_future(witness.go_on(over))
     async with AsyncExitStack() as stack:
         ports = await _ports(stand, stack, seed)
@@ -52,8 +54,7 @@ async def fuzz(
         begun = time.monotonic()
         for number in range(ROUNDS):
             if number == ROUNDS // 2:
-                await asyncio.sleep(rest)
-                memory = stand.memory()
+                half = await memory()
             await asyncio.gather(*(flood(port, share // port.turns) for port in ports))
             sent, seconds = share * (number + 1), time.monotonic() - begun
             print(
@@ -71,12 +72,9 @@ async def fuzz(
     if stand.pids() != before:
         problems.append(f"processes ended: {before} are now {stand.pids()}")
     problems += await _settled(stand)
-    await asyncio.sleep(rest)
-    at_last = stand.memory()
-    grown = {name: mib - memory[name] for name, mib in at_last.items()}
-    if max(grown.values()) > (GROWTH_MIB if rest else GROWTH_AT_ONCE_MIB):
-        problems.append(f"memory grew by {grown} MiB")
-    print(f"MiB at the beginning {at_first}, in the middle {memory}, at the end {at_last}")
+    readings = Readings(start, half, await memory())
+    problems += readings.problems(allowed_mib(messages // 2) if rests else AT_ONCE_MIB)
+    print(readings.table())
     _tell(ports, took, witness.rounds)
     return problems
 
@@ -123,7 +121,7 @@ async def _problems(
 ) -> list[str]:
     problems = []
     try:
-        await asyncio.wait_for(witnessing, IDLE_SECONDS)
+        await asyncio.wait_for(witnessing, SECONDS)
     except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - whatever it is, it is told
         problems.append(f"a request beside it went wrong: {error!r}")
     for role in ROLES:
@@ -167,7 +165,7 @@ def main(argv: Sequence[str]) -> int:
     for kind in (chosen.only,) if chosen.only else ("plain", "tls"):
         print(f"{kind}, seed {chosen.seed}", flush=True)
         with tempfile.TemporaryDirectory() as folder, standing(Path(folder), kind == "tls") as one:
-            problems += asyncio.run(fuzz(one, chosen.messages, chosen.seed, 5.0, REST_SECONDS))
+            problems += asyncio.run(fuzz(one, chosen.messages, chosen.seed, 5.0, rests=True))
     for problem in problems:
         print(f"! {problem}")
     return 1 if problems else 0

@@ -25,7 +25,7 @@ from kvrelay.v1 import store_pb2, store_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.models import tiny_model
 from tests.secured import ADMIN, BOB, SERVICE, Files, write_credentials, write_files
 
-SECONDS = 120.0
+SECONDS = 600.0  # of a request beside a flood, on a machine with little processor time to spare
 PROMPTS = [[(number * 31 + index * 7) % 250 for index in range(40 + number)] for number in range(4)]
 
 
