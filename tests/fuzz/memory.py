@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from kvrelay.process.malloc import TRIM_SECONDS
 
 FRAGMENTS_MIB = 24
-"""Pages that stay resident because something small in them is in use: 7 to 12 MiB were seen."""
+"""Pages that stay resident because something small in them is in use."""
 LEAK_BYTES = 512
-"""For each message to a port: gRPC loses 170 to 370 bytes for each broken call (docs/failures.md),
-and half of the messages are such calls. A leak of ours of one Python object would be more."""
+"""For each message to a port: half of them are broken HTTP/2 connections, each of which costs gRPC
+300 to 450 bytes for good (docs/failures.md)."""
 AT_ONCE_MIB = 256
 """What a flood leaves until its threads have ended and the heap was trimmed."""
 READ_SECONDS = 1.0
