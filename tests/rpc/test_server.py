@@ -15,12 +15,13 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 
-from kvrelay.errors import Mismatch, NotFound, Rejected
+from kvrelay.errors import Mismatch, NotFound, Rejected, Unavailable
 from kvrelay.rpc.address import Address
 from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.health import is_serving
 from kvrelay.rpc.security.policy import Security
+from kvrelay.rpc.server import errors
 from kvrelay.rpc.server.server import Server, ServerOptions
 from kvrelay.rpc.status import from_rpc_error
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, types_pb2
@@ -252,3 +253,54 @@ async def test_a_method_that_there_is_not_is_named_as_far_as_a_status_goes() -> 
             assert told in (refused.value.details() or "")
             assert isinstance(from_rpc_error(refused.value), Mismatch)
     await server.stop()
+
+
+class SlowReader:
+    """Takes each message after ``pause`` seconds."""
+
+    def __init__(self, pause: float) -> None:
+        self.pause = pause
+        self.taken: list[int] = []
+
+    async def write(self, message: int) -> None:
+        await asyncio.sleep(self.pause)
+        self.taken.append(message)
+
+
+@pytest.mark.parametrize(("pause", "thinking"), [(0.0, 0.25), (0.12, 0.0)])
+async def test_a_stream_lasts_while_no_write_waits_too_long(pause: float, thinking: float) -> None:
+    reader = SlowReader(pause)
+
+    async def three(request: int, context: object) -> AsyncIterator[int]:
+        for number in range(3):
+            await asyncio.sleep(thinking)
+            yield number
+
+    await errors._writing(three, 0.2)(0, reader)  # type: ignore[arg-type]
+    assert reader.taken == [0, 1, 2]
+
+
+async def test_a_write_that_waits_too_long_ends_the_stream() -> None:
+    closed = []
+
+    async def endless(request: int, context: object) -> AsyncIterator[int]:
+        try:
+            while True:
+                yield 1
+        finally:
+            closed.append(True)
+
+    reader = SlowReader(3600.0)
+    with pytest.raises(Unavailable, match="read nothing of it"):
+        await errors._writing(endless, 0.1)(0, reader)  # type: ignore[arg-type]
+    assert closed
+    assert not reader.taken
+
+
+async def test_a_handlers_own_timeout_is_not_the_clients() -> None:
+    async def failing(request: int, context: object) -> AsyncIterator[int]:
+        yield 1
+        raise TimeoutError("its own")
+
+    with pytest.raises(TimeoutError, match="its own"):
+        await errors._writing(failing, 60.0)(0, SlowReader(0.0))  # type: ignore[arg-type]

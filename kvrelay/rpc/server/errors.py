@@ -12,7 +12,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
-from typing import Never, TypeAlias, TypeVar, cast
+from typing import Never, Self, TypeAlias, TypeVar, cast
 
 import grpc
 
@@ -103,16 +103,55 @@ def _writing(
     """The generator as a coroutine that writes, so a disconnect closes it at once."""
 
     async def write_all(request: Q, context: Context[Q, R]) -> None:
-        async with aclosing(behaviour(request, context)) as responses:
-            async for response in responses:
-                try:
-                    async with asyncio.timeout(stuck):
-                        await context.write(response)
-                except TimeoutError:
-                    why = f"the client read nothing of it for {stuck:g} s: resume it or retry"
-                    raise Unavailable(f"stream: {why}") from None
+        try:
+            async with asyncio.timeout(None) as limit:
+                with _WriteWatch(limit, stuck) as watch:
+                    async with aclosing(behaviour(request, context)) as responses:
+                        async for response in responses:
+                            watch.begin()
+                            await context.write(response)
+                            watch.end()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            why = f"the client read nothing of it for {stuck:g} s: resume it or retry"
+            raise Unavailable(f"stream: {why}") from None
 
     return write_all
+
+
+class _WriteWatch:
+    """Lets ``limit`` expire once a write has taken ``seconds``.
+
+    It has one timer a stream. A timeout for each message took a tenth of the router's time.
+    """
+
+    def __init__(self, limit: asyncio.Timeout, seconds: float) -> None:
+        self._limit = limit
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._since: float | None = None
+
+    def __enter__(self) -> Self:
+        self._timer = self._loop.call_later(self._seconds, self._look)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._timer.cancel()
+
+    def begin(self) -> None:
+        self._since = self._loop.time()
+
+    def end(self) -> None:
+        self._since = None
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        since = now if self._since is None else self._since
+        if now < since + self._seconds:
+            self._timer = self._loop.call_at(since + self._seconds, self._look)
+        else:
+            self._limit.reschedule(now)
 
 
 def _edge(
