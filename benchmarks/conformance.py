@@ -104,7 +104,9 @@ def transformers(
     if options.batching:
         words += ["--continuous-batching", "--cb-num-blocks", "256"]
         chunks = ["--cb-max-batch-tokens", str(CHUNK)]
-    environ = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    hub = options.out.resolve() / "hub"  # without this folder it cannot list its models
+    hub.mkdir(exist_ok=True)
+    environ = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(hub)}
     return ExaminedServer(words, chunks, environ, ["--model", str(model)])
 
 
