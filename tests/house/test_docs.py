@@ -12,7 +12,7 @@ import pytest
 from tests.house.sources import ROOT, tracked
 
 PAGES = tuple(path for path in tracked() if path.suffix == ".md")
-MOST_WORDS = 20_150 + 620 + 550 + 370 + 60 + 70
+MOST_WORDS = 20_150 + 620 + 550 + 370 + 60 + 100
 """Of all pages together; bars and dashes of tables are no words."""
 
 FOREIGN_FLAGS = frozenset({"index-url"})

@@ -1,0 +1,83 @@
+"""Two ranks of tensor parallelism in a real ``vllm serve``: each saves and loads its own heads."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrelay.block import Namer, Namespace
+from kvrelay.engine.vllm.kv.namespace import LAYOUT
+from kvrelay.engine.vllm.kv.shards import HeadShards
+from tests.cluster.processes import alive, until
+from tests.vllm.conftest import NAMESPACE
+from tests.vllm.rig import BLOCK, StoreProcess, prompt, with_store
+from tests.vllm.serve_rig import VllmServer
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
+
+RANKS = 2
+LENGTHS = (31, 64, 200, 777)
+PROMPTS = [prompt(700 + length, length) for length in LENGTHS]
+HITS = [min(length // BLOCK * BLOCK, length - 1) for length in LENGTHS]
+WHOLE = Namespace(
+    NAMESPACE["model"],
+    NAMESPACE["revision"],
+    "float32",
+    LAYOUT,
+    BLOCK,
+    numerics=NAMESPACE["numerics"],
+)
+
+
+@pytest.fixture(scope="module")
+def ranks(
+    store: StoreProcess, tiny: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmServer]:
+    transfer = with_store(store.url, {"namespace": NAMESPACE})
+    log = tmp_path_factory.mktemp("ranks") / "log"
+    server = VllmServer(tiny, log, transfer, "--tensor-parallel-size", str(RANKS))
+    yield server
+    server.close()
+
+
+def test_each_rank_loads_what_it_saved(ranks: VllmServer) -> None:
+    cold = [ranks.complete(tokens) for tokens in PROMPTS]
+    assert [answer.account["external"] for answer in cold] == [0] * len(PROMPTS)
+    ranks.forget()
+    warm = [ranks.complete(tokens) for tokens in PROMPTS]
+    assert [answer.tokens for answer in warm] == [answer.tokens for answer in cold]
+    assert [answer.account["external"] for answer in warm] == HITS
+    blocks = sum(answer.account["saved"] for answer in cold) // BLOCK  # type: ignore[misc]
+    until(
+        lambda: ranks.counter("store_saved_blocks") == RANKS * blocks,
+        f"{RANKS} x {blocks} saved blocks on the metrics page",
+    )
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_a_load_counts_if_every_rank_did_it(
+    ranks: VllmServer, store: StoreProcess, rank: int
+) -> None:
+    tokens = prompt(800 + rank, 300)
+    cold = ranks.complete(tokens)
+    ranks.forget()
+    space = HeadShards(RANKS, RANKS).namespace(WHOLE, rank)
+    store.flip(Namer(space).chain(tokens, BLOCK), 4)
+    warm = ranks.complete(tokens)
+    assert warm.tokens == cold.tokens
+    assert warm.account["missed"] == "failed_verification"
+    assert (warm.account["external"], warm.account["failed"]) == (4 * BLOCK, 5 * BLOCK)
+
+
+def test_a_killed_rank_ends_the_server(ranks: VllmServer) -> None:
+    """vLLM gives up; no other process of it stays."""
+    processes = ranks.processes()
+    titles = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes}
+    workers = [pid for pid, title in titles.items() if title.startswith(b"VLLM::Worker")]
+    assert len(workers) == RANKS, titles
+    os.kill(workers[-1], signal.SIGKILL)
+    until(lambda: not any(map(alive, processes)), lambda: f"{ranks.processes()} run", 60.0)
