@@ -61,12 +61,16 @@ WORKLOADS = (
 
 @dataclass(frozen=True, slots=True)
 class ResidentEngine:
-    """An engine that serves; ``process`` leads the group of all its processes."""
+    """An engine that serves; ``process`` leads the group of all its processes.
+
+    ``beside``: processes that it does not start, such as its store.
+    """
 
     name: str
     port: int
     model: str
     process: subprocess.Popen[bytes]
+    beside: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +158,14 @@ def measure(
         for prompt in prompts
     ]
     time.sleep(SETTLE_SECONDS)
-    own, busy = _processor(peer.process.pid) + time.process_time(), _busy()
+    own, busy = processor_seconds(peer), _busy()
     before = time.monotonic()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     seconds = time.monotonic() - before
-    engine = _processor(peer.process.pid)
-    used = engine + time.process_time() - own
+    used = processor_seconds(peer) - own
     if len(spans) != load.streams:
         raise SystemExit(f"{peer.name} failed in {load.name}")
     if load.unit == "ms":
@@ -207,6 +210,11 @@ def _answers(peer: ResidentEngine) -> bool:
         return False
     finally:
         connection.close()
+
+
+def processor_seconds(peer: ResidentEngine) -> float:
+    """Of the processes of an engine, those beside it, and this client, so far."""
+    return sum(map(_processor, (peer.process.pid, *peer.beside))) + time.process_time()
 
 
 def _processor(root: int) -> float:
