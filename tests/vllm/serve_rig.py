@@ -18,7 +18,7 @@ from benchmarks.door.vllm import COMMAND
 from kvrelay.cluster.ports import free_ports
 from tests.cluster.processes import until
 from tests.vllm.environment import ROOT, WorkerEnvironment
-from tests.vllm.rig import BLOCK, CALL_SECONDS, ENVIRON, SAMPLER
+from tests.vllm.rig import BLOCK, CALL_SECONDS, ENVIRON
 
 MODEL = "tiny"
 START_SECONDS = 600.0  # three processes import vLLM, one after the other
@@ -53,7 +53,6 @@ class VllmServer:
         self._log = log
         words = ["serve", str(model), "--port", str(self._port), *FLAGS, *flags]
         if transfer is not None:
-            words += ["--logits-processors", SAMPLER, "--no-async-scheduling"]
             words += ["--kv-transfer-config", json.dumps(transfer)]
         with log.open("ab") as file:
             self.process = subprocess.Popen(

@@ -1,4 +1,7 @@
-"""Two ranks of tensor parallelism in a real ``vllm serve``: each saves and loads its own heads."""
+"""Two ranks of tensor parallelism in a real ``vllm serve``: each saves and loads its own heads.
+
+With asynchronous scheduling, vLLM's default.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +54,10 @@ def test_each_rank_loads_what_it_saved(ranks: VllmServer) -> None:
     warm = [ranks.complete(tokens) for tokens in PROMPTS]
     assert [answer.tokens for answer in warm] == [answer.tokens for answer in cold]
     assert [answer.account["external"] for answer in warm] == HITS
+    for answer, length in zip(cold + warm, 2 * LENGTHS, strict=True):
+        account = answer.account
+        assert account["computed"] == length - int(account["external"])
+        assert account["executed"] == int(account["computed"]) + 15
     blocks = sum(answer.account["saved"] for answer in cold) // BLOCK  # type: ignore[misc]
     until(
         lambda: ranks.counter("store_saved_blocks") == RANKS * blocks,

@@ -24,7 +24,7 @@ from tests.kvstore.conftest import start_service, stop
 from tests.router.fakes import running
 from tests.vllm.conftest import NAMESPACE
 from tests.vllm.environment import WorkerEnvironment
-from tests.vllm.rig import BLOCK, StoreProcess, prompt, with_store
+from tests.vllm.rig import BLOCK, SAMPLER, StoreProcess, prompt, with_store
 from tests.vllm.serve_rig import HttpAnswer, VllmServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
@@ -102,7 +102,8 @@ def served(
     store: OwnStore, tiny: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VllmServer]:
     transfer = with_store(store.url, {"namespace": NAMESPACE})
-    server = VllmServer(tiny, tmp_path_factory.mktemp("served") / "log", transfer)
+    sampler = ("--logits-processors", SAMPLER, "--no-async-scheduling")
+    server = VllmServer(tiny, tmp_path_factory.mktemp("served") / "log", transfer, *sampler)
     yield server
     server.close()
 

@@ -23,6 +23,9 @@ from kvrelay.errors import Unservable
 INTEGERS: dict[int, torch.dtype] = {2: torch.int16, 4: torch.int32}
 """Bits of an element, by its bytes: numpy has no bfloat16."""
 
+FEW = 4
+"""Numbers in numpy's inner loop, for which its overhead is more than the copy."""
+
 
 @dataclass(frozen=True, slots=True)
 class PageShape:
@@ -88,7 +91,9 @@ class HostPages:
         integer = INTEGERS[ITEM_BYTES[shape.dtype]]
         bits = [cache.view(integer) for cache in caches]
         self._type = bits[0].numpy().dtype
-        self._rows = [[layout.rows(cache, which).numpy() for which in (0, 1)] for cache in bits]
+        self._rows = [
+            [_widened(layout.rows(cache, which).numpy()) for which in (0, 1)] for cache in bits
+        ]
         self._size = layout.positions  # of one page
         self._pages = shape.block_size // layout.positions
 
@@ -97,11 +102,12 @@ class HostPages:
 
     def read(self, block: int, count: int) -> memoryview:
         out = np.empty(self._dimensions(count), self._type)
-        whole = (self.shape.num_kv_heads, self._size, self.shape.head_dim)
+        heads, size = self.shape.num_kv_heads, self._size
         for page, first, last in self._spans(block, count):
             for layer, both in enumerate(self._rows):
                 for which, rows in enumerate(both):
-                    out[:, layer, which, first:last] = rows[page].reshape(whole)[:, : last - first]
+                    found = rows[page].reshape(heads, size, -1)[:, : last - first]
+                    out[:, layer, which, first:last].view(rows.dtype)[:] = found
         return out.reshape(-1).view(np.uint8).data.toreadonly()
 
     def write(self, block: int, count: int, payload: memoryview) -> None:
@@ -115,7 +121,8 @@ class HostPages:
         for page, first, last in self._spans(block, self.shape.block_size):
             for layer, both in enumerate(self._rows):
                 for which, rows in enumerate(both):
-                    rows[page] = given[:, layer, which, first:last].reshape(rows[page].shape)
+                    source = given[:, layer, which, first:last].view(rows.dtype)
+                    _copy(source.reshape(rows[page].shape), rows[page])
 
     def buffer(self, block: int) -> None:
         return None
@@ -130,6 +137,25 @@ class HostPages:
     def _spans(self, block: int, count: int) -> list[tuple[int, int, int]]:
         """Each page of a block, with the positions of the block's first ``count`` in it."""
         return page_spans(block, count, self._pages, self._size)
+
+
+def _widened(rows: np.ndarray) -> np.ndarray:
+    """Rows whose innermost steps, if few and side by side, are one wider number each."""
+    width = rows.shape[-1] * rows.itemsize
+    if width not in (4, 8) or rows.strides[-1] != rows.itemsize:
+        return rows
+    return rows.view(f"u{width}")[..., 0]
+
+
+def _copy(source: np.ndarray, target: np.ndarray) -> None:
+    """Copy numbers; where the innermost steps of ``target`` are few, one of these after another."""
+    axis = int(np.argmin(target.strides))
+    if target.shape[axis] > FEW:
+        target[...] = source
+        return
+    apart = np.moveaxis(source, axis, 0), np.moveaxis(target, axis, 0)
+    for one, other in zip(*apart, strict=True):
+        other[...] = one
 
 
 def page_spans(block: int, count: int, pages: int, size: int) -> list[tuple[int, int, int]]:
