@@ -24,7 +24,7 @@ from router.generate.calls import AnswerReader
 from router.generate.legs import UNFINISHED, LegEvent, LegOrder, run_leg
 from router.generate.request import AcceptedRequest
 from router.generate.retry import Attempts, FailedLeg, PoisonRequest, RetryControl, Trials
-from router.generate.usage import lost_leg, request_usage
+from router.generate.usage import hit_of, lost_leg, request_usage
 from router.placement.placer import NextLeg, Placed, Placer, StreamBinding
 from router.queue.prompts import TextThreads
 from router.workers.registry import Registry
@@ -381,18 +381,17 @@ class Generation:
             response.prompt_hash = request.prompt_hash
         response.finish_reason = finish
         self._reader.fill(response, text, last=finish != UNFINISHED)
+        if request.regenerates:
+            legs = [*self._usages, self._admitted] if self._admitted else self._usages
+            response.usage.cached_prompt_tokens = hit_of(legs, len(request.prompt))
         return response
 
     def _last_response(self) -> router_pb2.GenerateResponse:
         text = "" if self._stopped else self._text.flush()
         response = self._response((), text, self._finish)
-        response.usage.CopyFrom(
-            request_usage(
-                self._usages,
-                len(self.request.prompt),
-                self.so_far,
-                self._waited,
-                self._first_token_seconds or 0.0,
-            )
-        )
+        prompt, waited, first = self.request.prompt, self._waited, self._first_token_seconds
+        usage = request_usage(self._usages, len(prompt), self.so_far, waited, first or 0.0)
+        if self.request.hit is not None:
+            usage.cached_prompt_tokens = self.request.hit
+        response.usage.CopyFrom(usage)
         return response

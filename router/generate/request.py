@@ -49,7 +49,8 @@ class AcceptedRequest:
     ``prompt_hash`` is sent to the client, which sends it back to resume.
     ``received_at`` is a time of ``time.monotonic``. ``samples``: what the client has of each, if
     there are several; ``split`` makes a request of each, whose index is ``sample``. One that
-    ``regenerates`` makes again what its client has: nothing of it goes out.
+    ``regenerates`` makes again what its client has: nothing of it goes out. ``hit``: the tokens of
+    its prompt that such a one found in the cache, for the request that continues it.
     """
 
     id: str
@@ -64,6 +65,7 @@ class AcceptedRequest:
     prompt_hash: int = 0
     received_at: float = 0.0
     regenerates: bool = False
+    hit: int | None = None
     sample: int = 0
     samples: tuple[ReceivedSample, ...] = ()
     retention: router_pb2.Retention.ValueType = router_pb2.RETENTION_UNSPECIFIED

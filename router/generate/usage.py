@@ -48,12 +48,12 @@ def request_usage(
     leg whose admission did not arrive is taken to have computed and saved nothing. ``waited``: in
     this router's queue, which ``queue_seconds`` includes.
     """
-    begun = [leg for leg in legs if leg.generated or not leg.admission_unknown]
+    begun = _begun(legs)
     first = begun[0] if begun else types_pb2.LegUsage()
     return types_pb2.Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
-        cached_prompt_tokens=min(first.local + first.external, prompt),
+        cached_prompt_tokens=hit_of(legs, prompt),
         legs=legs,
         queue_seconds=waited + first.queue_seconds,
         prefill_seconds=first.run_seconds,
@@ -61,6 +61,16 @@ def request_usage(
         first_token_seconds=first_token_seconds,
         recomputed=_recomputed(legs),
     )
+
+
+def hit_of(legs: Sequence[types_pb2.LegUsage], prompt: int) -> int:
+    """Tokens of the prompt that were a cache hit of the first leg."""
+    begun = _begun(legs)
+    return min(begun[0].local + begun[0].external, prompt) if begun else 0
+
+
+def _begun(legs: Sequence[types_pb2.LegUsage]) -> list[types_pb2.LegUsage]:
+    return [leg for leg in legs if leg.generated or not leg.admission_unknown]
 
 
 def samples_usage(

@@ -240,6 +240,7 @@ class HttpRequest:
         call, serve = self._calls[index], self._backend.serve
         async with aclosing(serve(call, self._record)) as responses:
             outputs: list[list[int]] = []
+            hit: int | None = None  # of the sample that computes the prompt
             async for response in responses:
                 if self._kept:  # the client has sent what it has
                     yield response
@@ -247,7 +248,9 @@ class HttpRequest:
                 positions = self._positions(index)
                 outputs = outputs or [[] for _ in positions]
                 outputs[response.index].extend(token.id for token in response.tokens)
-                if has_reached(outputs, positions):
+                if hit is None and not response.index:
+                    hit = response.usage.cached_prompt_tokens
+                if hit is not None and has_reached(outputs, positions):
                     break
             else:
                 if not self._kept:
@@ -260,6 +263,7 @@ class HttpRequest:
         inbound = Inbound(
             message=message,
             cache_salt=self._cache_salt,
+            hit=hit,
             received_at=call.accepted.result().received_at,
         )
         again = self._call(_reading(inbound))

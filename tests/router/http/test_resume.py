@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 
 import pytest
 
-from tests.router.fakes import answer, decode_worker, namespace, prefill_worker
+from tests.router.fakes import Behaviour, answer, decode_worker, namespace, prefill_worker
 from tests.router.http.rig import SEED, Event, door, events
 from tests.router.rig import PROMPT
 
@@ -44,6 +45,33 @@ async def test_from_every_event_at_another_router(seeded: bool) -> None:
             assert rest[-1] == whole[-1]
             usage = json.loads(rest[-2][1])["usage"]
             assert usage["completion_tokens"] == 12
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+async def test_what_is_generated_again_is_no_cache_hit(samples: int) -> None:
+    """The hit was that of the continuing leg: KV that this request had just computed itself."""
+    worker = decode_worker(behaviour=Behaviour(hits=2))
+    body = {**BODY, "seed": SEED, "n": samples}
+    async with door([worker]) as (router, client):
+        whole = await events(client, body)
+        assert usage_of(whole)["prompt_tokens_details"] == {"cached_tokens": 2}
+    does = Behaviour(hits=2, tokens=asyncio.Event())
+    worker = decode_worker(behaviour=does)
+    async with door([worker]) as (router, client):
+        resumed = asyncio.ensure_future(events(client, body, last=whole[6][0]))
+        assert does.tokens is not None
+        await asyncio.wait_for(worker.entered.wait(), 20)
+        does.hits = len(PROMPT)
+        does.tokens.set()
+        rest = await resumed
+        assert usage_of(rest) == usage_of(whole)
+        assert router.service.totals.cached_prompt_tokens == 2
+
+
+def usage_of(found: list[Event]) -> dict[str, object]:
+    """The usage of a stream."""
+    usage: dict[str, object] = json.loads(found[-2][1])["usage"]
+    return usage
 
 
 async def test_a_chat_does_not_begin_again() -> None:
