@@ -306,6 +306,8 @@ def _structured(fields: Fields) -> StructuredOutput | None:
     """What OpenAI's ``response_format`` or vLLM's ``structured_outputs`` asks for."""
     form = fields.raw("response_format")
     wanted = None if form is None else of_response_format(form)
+    if isinstance(form, dict):
+        _read_format(fields.part("response_format", form))
     given = fields.raw("structured_outputs")
     if given is None:
         return wanted
@@ -314,6 +316,16 @@ def _structured(fields: Fields) -> StructuredOutput | None:
     if not isinstance(given, Mapping):
         raise wrong("structured_outputs", "an object", given)
     return of_mapping(given, "structured_outputs")
+
+
+def _read_format(form: Fields) -> None:
+    """Check what beside the schema is in OpenAI's ``response_format``; it changes no answer."""
+    form.raw("type")
+    if (about := form.table("json_schema")) is not None:
+        about.raw("schema")
+        about.text("name")
+        about.text("description")
+        about.flag("strict")
 
 
 def constraint_name(field: str, by_format: bool) -> str:

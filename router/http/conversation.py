@@ -13,6 +13,16 @@ from router.http.fields import Fields, checked_text, shown, wrong
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Values of ``reasoning_effort``; as in vLLM, templates get it, and that the first one is off."""
 
+THOUGHTS = ("reasoning_content", "reasoning")  # the second is vLLM's, and wins
+INSTEAD = ("tool_calls", *THOUGHTS)
+"""Fields of a message that make up for its content, as of answers of this server."""
+
+SILENT = ("annotations", "name", "refusal")
+"""Fields of OpenAI's messages that change no answer here."""
+
+FUNCTION = ("name", "description", "parameters", "strict")
+"""Fields of a function that is a tool."""
+
 TOOLS: Mapping[str, tuple[object, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -30,14 +40,16 @@ def read_messages(fields: Fields, chat: router_pb2.Chat) -> None:
     for index, turn in enumerate(turns):
         where = f"messages[{index}]"
         match turn:
-            case {"role": role, **rest} if "content" in rest or rest.get("tool_calls"):
-                made = chat.messages.add()
-                made.role = checked_text(f"{where}.role", role)
-                _read_turn(made, where, rest)
+            case dict() if "role" in turn and ("content" in turn or any(map(turn.get, INSTEAD))):
+                _read_turn(chat.messages.add(), fields.part(where, turn), where)
             case _:
                 raise wrong(where, "an object with role and content", turn)
-    set_tools(chat, *(fields.raw(name) for name in TOOLS))
-    arguments = fields.raw("chat_template_kwargs") or {}
+    offered = [fields.raw(name) for name in TOOLS]
+    set_tools(chat, *offered)
+    _note_tools(fields, offered[0])
+    arguments = fields.raw("chat_template_kwargs")
+    if arguments is None:
+        arguments = {}
     if not isinstance(arguments, dict):
         raise wrong("chat_template_kwargs", "an object", arguments)
     effort = fields.text("reasoning_effort")
@@ -50,17 +62,30 @@ def read_messages(fields: Fields, chat: router_pb2.Chat) -> None:
         chat.template_kwargs = checked_text("chat_template_kwargs", _as_json(arguments))
 
 
-def _read_turn(made: router_pb2.ChatMessage, where: str, given: Mapping[object, object]) -> None:
-    calls, content, call = given.get("tool_calls"), given.get("content"), given.get("tool_call_id")
+def _note_tools(fields: Fields, tools: object) -> None:
+    """Find what is unknown of tools that are otherwise right."""
+    for index, tool in enumerate(tools if isinstance(tools, list) else ()):
+        known = fields.part(f"tools[{index}]", tool)
+        known.raw("type")
+        if (function := known.table("function")) is not None:
+            for name in FUNCTION:
+                function.raw(name)
+
+
+def _read_turn(made: router_pb2.ChatMessage, given: Fields, where: str) -> None:
+    made.role = checked_text(f"{where}.role", given.raw("role"))
+    content, calls = given.raw("content"), given.raw("tool_calls")
     if calls is not None:
         set_calls(made, calls, f"{where}.tool_calls")
-    if content is not None or not calls:
-        made.content = _content(f"{where}.content", content)
-    for name in ("reasoning_content", "reasoning"):  # the second is vLLM's, and wins
-        if (thoughts := given.get(name)) is not None:
-            made.reasoning = checked_text(f"{where}.{name}", thoughts)
-    if call is not None:
-        made.tool_call_id = checked_text(f"{where}.tool_call_id", call)
+    for name in THOUGHTS:
+        if (thoughts := given.text(name)) is not None:
+            made.reasoning = thoughts
+    if content is not None or not (calls or made.reasoning):
+        made.content = _content(given, where, content)
+    if (call := given.text("tool_call_id")) is not None:
+        made.tool_call_id = call
+    for name in SILENT:
+        given.raw(name)
 
 
 def _as_json(value: object) -> str:
@@ -70,21 +95,25 @@ def _as_json(value: object) -> str:
         raise Rejected("chat_template_kwargs", "is nested too deeply") from None
 
 
-def _content(where: str, content: object) -> str:
+def _content(turn: Fields, where: str, content: object) -> str:
     """Text, or parts of type text; as in vLLM, a line each."""
     if not isinstance(content, list):
-        return checked_text(where, content)
+        return checked_text(f"{where}.content", content)
     parts = []
     for index, part in enumerate(content):
+        name = f"content[{index}]"
+        field = f"{where}.{name}"
         match part:
-            case {"type": "text" | "input_text", "text": text}:
-                parts.append(checked_text(f"{where}[{index}].text", text))
+            case {"type": "text" | "input_text"}:
+                known = turn.part(name, part)
+                parts.append(checked_text(f"{field}.text", known.raw("text")))
+                known.raw("type")
             case str():
-                parts.append(checked_text(f"{where}[{index}]", part))
+                parts.append(checked_text(field, part))
             case {"type": kind}:
                 raise Rejected(
-                    f"{where}[{index}].type", f"{shown(kind)} is not served: parts are of type text"
+                    f"{field}.type", f"{shown(kind)} is not served: parts are of type text"
                 )
             case _:
-                raise wrong(f"{where}[{index}]", "a part of type text", part)
+                raise wrong(field, "a part of type text", part)
     return "\n".join(parts)

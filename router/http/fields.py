@@ -139,7 +139,11 @@ class Fields:
             return None
         if not isinstance(value, dict):
             raise wrong(self._where + name, "an object", value)
-        made = Fields(value, f"{self._where}{name}.")
+        return self.part(name, value)
+
+    def part(self, name: str, values: Mapping[str, object]) -> Fields:
+        """An object anywhere inside of this one; what is unknown of it counts too."""
+        made = Fields(values, f"{self._where}{name}.")
         self._tables.append(made)
         return made
 

@@ -123,6 +123,24 @@ CHAT: dict[str, tuple[dict[str, object], str]] = {
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "messages[0].content[0].type",
     ),
+    "part without text": (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "messages[0].content[0].text",
+    ),
+    "nothing said": (
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": []}]},
+        "messages[0].content",
+    ),
+    "template arguments": ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+    "strict text": (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"schema": {}, "strict": "x"},
+            }
+        },
+        "response_format.json_schema.strict",
+    ),
     "part number": ({"messages": [{"role": "user", "content": [1]}]}, "messages[0].content[0]"),
     "top_logprobs alone": ({"top_logprobs": 3}, "top_logprobs"),
     "top_logprobs 21": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),

@@ -144,13 +144,46 @@ def refusal(body: dict[str, object], chat: bool) -> str:
     return ""
 
 
-def test_unknown_fields_of_nested_objects_have_their_names() -> None:
-    options = {"include_usage": True, "include_usages": True}
-    body: dict[str, object] = {"prompt": "x", "stream": True, "stream_options": options}
-    read_ask(body, False, "r", strict=False)
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("messages[0].prefix", {"messages": [{"role": "user", "content": "Hi", "prefix": True}]}),
+        (
+            "messages[0].content[0].cache_control",
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "text", "text": "Hi", "cache_control": {}}],
+                    }
+                ]
+            },
+        ),
+        ("tools[0].function.safe", {"tools": [{"function": {"name": "f", "safe": True}}]}),
+        ("response_format.schema", {"response_format": {"type": "json_object", "schema": {}}}),
+        (
+            "stream_options.include_usages",
+            {"stream": True, "stream_options": {"include_usage": True, "include_usages": True}},
+        ),
+    ],
+)
+def test_unknown_fields_of_nested_objects_have_their_names(
+    field: str, change: dict[str, object]
+) -> None:
+    body = {"messages": OF_CHATS["messages"], **change}
+    read_ask(body, True, "r", strict=False)
     with pytest.raises(Rejected, match="no such field") as caught:
-        read_ask(body, False, "r", strict=True)
-    assert caught.value.field == "stream_options.include_usages"
+        read_ask(body, True, "r", strict=True)
+    assert caught.value.field == field
+
+
+def test_an_answer_that_is_all_reasoning_may_be_sent_back() -> None:
+    """Its content is null: it was cut before the end of the reasoning."""
+    said = {"role": "assistant", "content": None, "refusal": None, "reasoning": "Hm"}
+    turns = [{"role": "user", "content": "Hi"}, said, {"role": "user", "content": "So?"}]
+    ask = read_ask({"messages": turns}, True, "r", strict=True)
+    made = ask.messages[0].chat.messages[1]
+    assert (made.content, made.reasoning) == ("", "Hm")
 
 
 @pytest.mark.parametrize(
