@@ -97,7 +97,7 @@ def of_mapping(value: Mapping[str, object], name: str = "structured_output") -> 
             return StructuredOutput(regex=regex)
         case {"grammar": str(grammar)} if len(given) == 1:
             return StructuredOutput(grammar=grammar)
-        case {"choice": list(texts) | tuple(texts)} if len(given) == 1:
+        case {"choice": list([_, *_] as texts) | tuple([_, *_] as texts)} if len(given) == 1:
             if all(isinstance(text, str) for text in texts):
                 return StructuredOutput(choice=tuple(map(str, texts)))
     raise Rejected(name, f"give one of {', '.join(NAMES)} with its value, got {dict(given)!r:.80}")

@@ -186,6 +186,11 @@ def test_an_answer_that_is_all_reasoning_may_be_sent_back() -> None:
     assert (made.content, made.reasoning) == ("", "Hm")
 
 
+def test_no_choices_are_refused_with_their_value() -> None:
+    body: dict[str, object] = {"prompt": "x", "structured_outputs": {"choice": []}}
+    assert "got {'choice': []}" in refusal(body, False)
+
+
 @pytest.mark.parametrize(
     ("wanted", "field"),
     [
