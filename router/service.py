@@ -167,7 +167,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 async with aclosing(self._hinted(samples)) as responses:
                     async for response in responses:
                         hold.used += len(response.tokens)
-                        if span.on:
+                        if span.on and goes_out:
                             answer.take(response)
                         if goes_out:
                             record.take(response)
