@@ -158,6 +158,7 @@ def retrieval(chance: random.Random, count: int) -> Iterator[Event]:
     system = new.take(2)
     documents = [new.take(chance.randrange(2, 7)) for _ in range(2000)]
     weights = [1 / (rank + 1) for rank in range(len(documents))]
+    after: dict[tuple[int, int], Chain] = {}  # a document's blocks, by the block before and itself
     at = 0.0
     for number in range(count):
         if number % 500 == 0:
@@ -166,7 +167,10 @@ def retrieval(chance: random.Random, count: int) -> Iterator[Event]:
         found = chance.choices(range(len(documents)), weights, k=4)
         chain = system
         for index in sorted(set(found)):
-            chain += documents[index]
+            place = (chain[-1], documents[index][0])
+            if place not in after:
+                after[place] = new.take(len(documents[index]))
+            chain += after[place]
         yield at, chain + new.take(1)
 
 
