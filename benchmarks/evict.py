@@ -1,12 +1,15 @@
 """Eviction policies on families of requests, and a study on recorded traces.
 
-    python -m benchmarks.evict [--requests 3000] [--seed 1]
+    python -m benchmarks.evict [--hard] [--requests 3000] [--seed 1] [--repeat 8]
     python -m benchmarks.evict --trace TRACE[:1000,5000] [--trace ...] [--variants] [--seeds 2]
     python -m benchmarks.evict --trace TRACE:1249 --hints [--horizon 60]
     python -m benchmarks.evict --trace TRACE:1000,5000 --trace OTHER:750,1500 --folds 2
 
 Prints hit rates of LRU, of ``returns`` and of the offline optimum, in blocks, and the way: how much
-of what the optimum has over LRU ``returns`` has. ``--variants`` adds the halves of each trace by
+of what the optimum has over LRU ``returns`` has. ``--hard`` takes the families that are hard for a
+policy that learns. ``--repeat`` makes each family from so many seeds and prints the differences to
+LRU on the same requests, in points: their mean, two standard errors of it, the worst and the best.
+``--variants`` adds the halves of each trace by
 conversation, each with half of the budgets, and ``--seeds`` times the trace with the starts of its
 conversations drawn anew, the times within each kept. The last table has for each of them the mean
 way and the worst difference to LRU. A policy that was tuned on one of them must hold on the others:
@@ -25,11 +28,12 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 from benchmarks.folds import Measured, Trace, conversations_of, folds, parts_of
 from benchmarks.hinted import Assumed, hinted_rate
 from benchmarks.workloads import FAMILIES, bursts, eager, requests
+from benchmarks.workloads.hard import HARD
 from kvstore.index.eviction import make_policy
 from kvstore.limits import LRU, RETURNS
 from kvstore.trace.optimum import optimum
@@ -91,11 +95,32 @@ def with_hints(trace: Trace, budgets: Sequence[int], horizon: float) -> Iterator
             yield replace(plain, name=str(case), returns=hinted_rate(trace, blocks, case))
 
 
-def families(count: int, seed: int) -> Iterator[tuple[str, Trace, tuple[int, ...]]]:
+def families(count: int, seed: int, hard: bool) -> Iterator[tuple[str, Trace, tuple[int, ...]]]:
     """Each of them, and the budgets to try."""
-    for family in FAMILIES:
-        budgets = (30, 100) if family in SMALL else (200, 1000)
+    for family in HARD if hard else FAMILIES:
+        budgets = (100, 300) if hard else (30, 100) if family in SMALL else (200, 1000)
         yield family.__name__, requests(family(random.Random(seed), count)), budgets
+
+
+def points_to_lru(trace: Trace, blocks: int) -> float:
+    """How far ``returns`` is above LRU."""
+    lru, returns = (replay(trace, blocks, make_policy(one)).rate for one in (LRU, RETURNS))
+    return 100 * (returns - lru)
+
+
+def repeated(count: int, seeds: Iterable[int], hard: bool) -> Iterator[str]:
+    """A table of the differences to LRU on families, each made from several seeds."""
+    yield "| requests | blocks | points to LRU | two standard errors | worst | best |"
+    yield "|---|--:|--:|--:|--:|--:|"
+    for same in zip(*(families(count, seed, hard) for seed in seeds), strict=True):
+        name, _, budgets = same[0]
+        for blocks in budgets:
+            points = [points_to_lru(trace, blocks) for _, trace, _ in same]
+            error = 2 * stdev(points) / math.sqrt(len(points))
+            yield (
+                f"| {name} | {blocks:,} | {fmean(points):+.2f} | {error:.2f} "
+                f"| {min(points):+.2f} | {max(points):+.2f} |"
+            )
 
 
 def drawn_anew(trace: Trace, seed: int) -> Trace:
@@ -169,12 +194,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--hints", action="store_true")
     parser.add_argument("--folds", type=int, default=0)
     parser.add_argument("--horizon", type=float, default=60.0)
+    parser.add_argument("--hard", action="store_true")
+    parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(argv)
     if options.folds:
         named = [(Path(one.partition(":")[0]).stem, *_with_budgets(one)) for one in options.trace]
         for line in folds([Measured(*one) for one in named], options.folds, options.seed):
+            print(line, flush=True)
+        return 0
+    if options.repeat > 1 and not options.trace:
+        repeats = range(options.seed, options.seed + options.repeat)
+        for line in repeated(options.requests, repeats, options.hard):
             print(line, flush=True)
         return 0
     rows: Iterable[StudyRow]
@@ -188,7 +220,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         rows = (
             measured(name, trace, budget)
-            for name, trace, budgets in families(options.requests, options.seed)
+            for name, trace, budgets in families(options.requests, options.seed, options.hard)
             for budget in budgets
         )
     print("| requests | blocks | LRU | returns | optimum | of the way |\n|---|--:|--:|--:|--:|--:|")

@@ -7,6 +7,12 @@ optimization using miniature simulations", USENIX ATC 2017).
 ``lead`` is how many more blocks our policy found than LRU would have found. A policy that is behind
 by ``LOSS`` of the store follows LRU for a while, each time for twice as long; one that is ahead by
 as much is ``sure``. The lead is at most one store's worth, so a change is noticed in time.
+
+The shadow is too weak where a prompt is a large part of the store: the blocks that we had are used
+from the last to the first when their lease ends, and one that the shadow lacks can push out the
+beginning of its own prompt. With the uses counted when the lease begins, first to last, the lead is
+exact; but then a prompt or two decide, and fewer hits remain where agents' prompts are long.
+``benchmarks/README.md`` has what LRU is ahead by at worst.
 """
 
 from __future__ import annotations
