@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Never
 
@@ -27,15 +29,20 @@ def parse_object(raw: bytes) -> Mapping[str, object]:
         raise Rejected("body", f"is not UTF-8 at byte {error.start}") from None
     except RecursionError:
         raise Rejected("body", "is nested too deeply") from None
-    except ValueError as error:
+    except json.JSONDecodeError as error:
+        if raw.startswith(codecs.BOM_UTF8):
+            raise Rejected("body", "begins with a byte order mark: leave it out") from None
         raise Rejected("body", f"is not JSON: {error}") from None
+    except ValueError:  # the interpreter's limit
+        digits = sys.get_int_max_str_digits()
+        raise Rejected("body", f"has a number of more than {digits:,} digits") from None
     if not isinstance(value, dict):
         raise Rejected("body", f"must be a JSON object, got {shown(value)}")
     return value
 
 
 def _no_constant(name: str) -> Never:
-    raise ValueError(f"{name} is no number of JSON")
+    raise Rejected("body", f"is not JSON: {name} is no number of it")
 
 
 def shown(value: object) -> str:
@@ -71,7 +78,9 @@ def checked_whole(field: str, value: object, low: int, high: int) -> int:
     """An integer; JSON of other languages may spell it ``5.0``."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise wrong(field, "an integer", value)
+    if not low <= value <= high:
         raise wrong(field, f"an integer from {low} to {high}", value)
     return value
 

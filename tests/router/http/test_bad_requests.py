@@ -14,6 +14,7 @@ import httpx2
 import pytest
 
 from kvrelay.cli.authority import CertificateAuthority
+from kvrelay.errors import Rejected
 from kvrelay.rpc.address import Address
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.options import SecurityOptions
@@ -21,6 +22,7 @@ from router.http.access import Access
 from router.http.app import make_app
 from router.http.connections import HttpLimits
 from router.http.errors import HttpRefusal
+from router.http.fields import Fields
 from router.http.server import HttpServer
 from router.queue import inbox
 from tests.router.fakes import Behaviour, Running, decode_worker, running
@@ -158,6 +160,11 @@ async def undisturbed(router: Running, client: httpx2.AsyncClient) -> None:
             await asyncio.sleep(0.01)
 
 
+def test_a_wrong_type_is_not_told_a_range() -> None:
+    with pytest.raises(Rejected, match=r'^n: must be an integer, got "2"$'):
+        Fields({"n": "2"}).whole("n", 1, 128)
+
+
 async def test_each_wrong_field_is_named() -> None:
     async with door() as (router, client):
         for page, base, cases in (
@@ -183,7 +190,8 @@ BODIES: dict[str, tuple[bytes, int, str]] = {
     "NaN": (b'{"prompt": "x", "temperature": NaN}', 400, "NaN is no number"),
     "not UTF-8": (b'{"prompt": "\xff"}', 400, "is not UTF-8 at byte 12"),
     "deep": (b'{"prompt": ' + b"[" * 200_000, 400, "nested too deeply"),
-    "a long number": (b'{"seed": ' + b"9" * 10_000 + b"}", 400, "is not JSON"),
+    "a long number": (b'{"seed": ' + b"9" * 10_000 + b"}", 400, "4,300 digits"),
+    "a byte order mark": (b'\xef\xbb\xbf{"prompt": "x"}', 400, "byte order mark: leave it out"),
     "10 MB": (b'{"prompt": "' + b"x" * 10_000_000 + b'"}', 413, "more than"),
 }
 
