@@ -128,10 +128,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self.table.leave(self)
         # uvicorn tells only the newest request. An older one that is still being answered would
         # go on, and over TLS it would write to a transport that is gone.
+        self._abandon_requests()
+        super().connection_lost(exc)
+
+    def _abandon_requests(self) -> None:
         for request in self._requests:
             request.disconnected = True
             request.message_event.set()
-        super().connection_lost(exc)
 
     def abort(self) -> None:
         """Close at once; what was not written yet is lost."""
@@ -213,12 +216,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self.table.rest(self)
 
     def send_400_response(self, msg: str) -> None:
-        """The answer to a head that cannot be parsed, or is too large or too slow."""
+        """The answer to what cannot be parsed, and to a head that is too large or too slow."""
         if self._discards or self.transport.is_closing():
             return
-        if self._requests:  # it would be sent in the middle of another response
-            self.transport.close()
+        if any(one.response_started or not one.more_body for one in self._requests):
+            self.transport.close()  # it would be taken for the response to another request
             return
+        self._abandon_requests()  # the one whose body is wrong
         refused = self._refused or HttpRefusal(400, "bad_request", "request", msg)
         content = json.dumps(body_of(refused)).encode()
         head = STATUS_LINE[refused.status] + (

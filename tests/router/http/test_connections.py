@@ -192,3 +192,35 @@ async def old(client: httpx2.AsyncClient, line: bytes, body: bytes) -> tuple[byt
         head, _, content = (await reader.read()).partition(b"\r\n\r\n")
     writer.close()
     return head.lower(), content
+
+
+@pytest.mark.parametrize("body", [b"zz\r\n", b"2\r\n{}}\r\n", b"1\r\n{\r\n-1\r\n"])
+async def test_a_body_whose_chunks_are_wrong_is_refused(body: bytes) -> None:
+    async with bounded() as (_, client, server):
+        reader, writer = await raw(client)
+        writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n")
+        await asyncio.sleep(0.05)  # the request is there, and waits for its body
+        writer.write(body)
+        async with asyncio.timeout(10):
+            answered = await reader.read()
+        assert answered.startswith(b"HTTP/1.1 400"), answered
+        assert answered.count(b"HTTP/1.1") == 1
+        assert json.loads(answered.partition(b"\r\n\r\n")[2])["error"]["code"] == "bad_request"
+        writer.close()
+        async with asyncio.timeout(10):
+            while server.connections.open:  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0.01)
+        assert (await client.get("/health")).status_code == 200
+
+
+async def test_rubbish_behind_a_request_that_is_computed_is_not_its_answer() -> None:
+    async with door() as (_, client):
+        reader, writer = await raw(client)
+        body = json.dumps({**GOOD, "max_tokens": 300}).encode()
+        writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+        await asyncio.sleep(0.05)
+        writer.write(b"rubbish\r\n\r\n")
+        async with asyncio.timeout(10):
+            found = await reader.read()
+        assert b"400" not in found
+        writer.close()
