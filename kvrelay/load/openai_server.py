@@ -6,6 +6,7 @@ The one HTTP client of ``kvrelay load`` and ``kvrelay conform``, on aiohttp. Eve
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
@@ -26,6 +27,7 @@ IDLE_SECONDS = 3.0  # less than servers keep a connection, so that none closes w
 EVENT_BYTES = 32 << 20
 REFUSED = (429, 503)
 TIMED_OUT = (408, 504)
+CLOSED = "the server closed the connection before its answer ended"
 RETRY_SECONDS = 1.0
 
 
@@ -147,8 +149,10 @@ def _errors(url: URL) -> Iterator[None]:
     try:
         yield
     except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError) as error:
-        raise Unavailable("the server closed the connection before its answer ended") from error
+        raise Unavailable(CLOSED) from error
     except (aiohttp.ClientError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ECONNRESET, errno.EPIPE):
+            raise Unavailable(CLOSED) from error
         refused = isinstance(error, aiohttp.ClientConnectorError) and isinstance(
             error.os_error, ConnectionRefusedError
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
+import struct
 import warnings
 
 import pytest
@@ -245,3 +247,19 @@ def test_of_several_closed_connections_each_request_replaces_one() -> None:
 
     with stub(lambda at: StubManners(drops=True)) as server:
         asyncio.run(answers(server.url))
+
+
+def test_a_reset_connection_was_closed_by_the_server() -> None:
+    async def reset(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        made = writer.get_extra_info("socket")
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+
+    async def find_model() -> None:
+        async with await asyncio.start_server(reset, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            with pytest.raises(Unavailable, match="the server closed the connection"):
+                await HttpDoor(f"http://127.0.0.1:{port}", DoorOptions()).find_model()
+
+    asyncio.run(find_model())
