@@ -23,6 +23,7 @@ class AnswerReader:
         use = request.tools
         self._calls = None if use is None else ToolParser(use.form, use.single)
         self._named = use is not None and use.named
+        self._forced = use is not None and use.forced
         self._reasoning = ReasoningParser(request.reasoning) if request.reasoning else None
 
     def replay(self, text: str) -> None:
@@ -40,7 +41,7 @@ class AnswerReader:
             response.text = text
             return
         parts = self._calls.push(text)
-        if last:
+        if last and not self._forced:  # then it can only be a part of a call, which is no text
             parts += self._calls.flush()
         for part in parts:
             self._add(response, part)

@@ -196,6 +196,21 @@ async def test_choices(
     assert len(set(ids)) == len(ids)
 
 
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED])
+@pytest.mark.parametrize("most", [1, 3, 12])
+async def test_a_call_that_is_cut_before_its_name_is_no_text(
+    folder: Path, choice: object, most: int
+) -> None:
+    text = TWO.removeprefix("Well.\n")
+    async with door(folder, scripted(folder, text)) as (_, client):
+        asked = body(tool_choice=choice, max_tokens=most)
+        (made,) = (await client.post(PAGE, json=asked)).json()["choices"]
+    assert made["finish_reason"] == "length"
+    assert "tool_calls" not in made["message"]
+    content = made["message"]["content"]
+    assert content and text.startswith(content) if choice == "auto" else not content
+
+
 async def test_llama(folder: Path) -> None:
     async with door(folder, scripted(folder, LLAMA), tool_format="llama") as (_, client):
         made = (await client.post(PAGE, json=body(tool_choice="required"))).json()["choices"][0]
