@@ -32,7 +32,7 @@ def test_the_sdk_reads_what_the_python_sdk_reads(served: Served, tmp_path: Path)
     whole, streamed = said["whole"], said["streamed"]
     assert whole["choices"][0]["message"]["content"] == streamed["text"] == text
     assert whole["choices"][0]["finish_reason"] == streamed["finish"] == "stop"
-    assert streamed["chunks"] > usage.completion_tokens / 2, "the text came in pieces"
+    assert streamed["chunks"] > 1, "tokens that come at once may share a chunk; usage has its own"
     for theirs in (whole["usage"], streamed["usage"]):
         assert theirs["prompt_tokens"] == usage.prompt_tokens
         assert theirs["completion_tokens"] == usage.completion_tokens
