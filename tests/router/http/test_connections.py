@@ -18,6 +18,7 @@ from kvrelay.cli.authority import CertificateAuthority
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.policy import Security
 from router.http.connections import HttpLimits
+from tests.router.fakes import decode_worker
 from tests.router.http.rig import SEED, bounded, door, expected, raw
 from tests.router.rig import PROMPT
 from tests.secured import write_files
@@ -151,7 +152,9 @@ async def test_a_client_that_leaves_before_it_is_refused_is_no_error() -> None:
 
 
 async def test_rubbish_behind_a_request_is_not_answered_within_its_stream() -> None:
-    async with door() as (_, client):
+    worker = decode_worker()
+    worker.behaviour.step = asyncio.Semaphore(10)
+    async with door([worker]) as (_, client):
         reader, writer = await raw(client)
         body = json.dumps({**GOOD, "max_tokens": 300, "stream": True}).encode()
         writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
@@ -214,13 +217,15 @@ async def test_a_body_whose_chunks_are_wrong_is_refused(body: bytes) -> None:
 
 
 async def test_rubbish_behind_a_request_that_is_computed_is_not_its_answer() -> None:
-    async with door() as (_, client):
+    worker = decode_worker()
+    worker.behaviour.tokens = asyncio.Event()
+    async with door([worker]) as (_, client):
         reader, writer = await raw(client)
-        body = json.dumps({**GOOD, "max_tokens": 300}).encode()
+        body = json.dumps(GOOD).encode()
         writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
-        await asyncio.sleep(0.05)
-        writer.write(b"rubbish\r\n\r\n")
         async with asyncio.timeout(10):
-            found = await reader.read()
-        assert b"400" not in found
+            await worker.entered.wait()
+            writer.write(b"rubbish\r\n\r\n")
+            assert await reader.read() == b""
+            await worker.cancelled.wait()
         writer.close()
