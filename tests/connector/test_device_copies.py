@@ -363,7 +363,7 @@ def stage(cudart: Cudart, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     yield made
     for side in made.sides:
         side.close()
-    stop(process)
+    stop(made.process)
 
 
 TRIALS = (usual, lease_that_ends, lease_that_is_released, staged_twice, wrong_block)
