@@ -115,7 +115,7 @@ async def test_leaving_cancels(leave: Callable[[Client], None]) -> None:
                 leave(client)
 
         await in_thread(use)
-        await asyncio.wait_for(worker.cancelled.wait(), 1)
+        await asyncio.wait_for(worker.cancelled.wait(), 20)
 
 
 @pytest.mark.parametrize("how", ["aclose", "break", "cancel"])
@@ -134,7 +134,7 @@ async def test_leaving_cancels_asyncio(how: str) -> None:
             else:
                 del stream
                 gc.collect()
-        await asyncio.wait_for(worker.cancelled.wait(), 1)
+        await asyncio.wait_for(worker.cancelled.wait(), 20)
 
 
 async def test_resume_after_the_router_died() -> None:

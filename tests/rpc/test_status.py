@@ -164,7 +164,7 @@ async def test_a_client_that_leaves_closes_the_generator() -> None:
         await anext(aiter(call))
         await faulty.entered.wait()
         call.cancel()
-        await asyncio.wait_for(faulty.closed.wait(), 1)
+        await asyncio.wait_for(faulty.closed.wait(), 20)
     await server.stop()
 
 
