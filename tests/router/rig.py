@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import grpc
@@ -34,6 +35,13 @@ async def failing(call: object) -> KvrelayError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call  # type: ignore[misc]
     return from_rpc_error(caught.value)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what no event tells."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0.01)
 
 
 async def join(router: Running, *workers: FakeWorker) -> None:

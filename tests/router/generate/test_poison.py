@@ -118,7 +118,7 @@ async def test_a_worker_that_falls_silent_and_then_dies_is_a_death() -> None:
         error = await failing(router.generate(request(seed=6)))
         assert "workers died while they served this request" in str(error)
         assert sum(len(worker.legs) for worker in workers) == 2
-        assert sum(worker.usable for worker in router.registry.workers) == 2
+        await router.settled(used=2)
 
 
 async def test_a_death_found_while_the_request_waits_for_a_worker_counts() -> None:

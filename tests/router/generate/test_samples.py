@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import grpc
 import pytest
@@ -23,18 +23,10 @@ from tests.router.fakes import (
     text,
     text_of,
 )
-from tests.router.rig import PROMPT, failing, request
+from tests.router.rig import PROMPT, failing, request, until
 
 Responses = Sequence[router_pb2.GenerateResponse]
 LONG = 300  # tokens: a worker that was not cancelled would be far from done
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.01)
 
 
 def several(n: int, max_tokens: int = 8, **sampling: object) -> router_pb2.GenerateRequest:
@@ -138,15 +130,18 @@ async def test_each_sample_ends_by_itself() -> None:
 async def test_a_client_that_leaves_ends_all(leaves: str) -> None:
     gate = asyncio.Event()
     prefill = prefill_worker(behaviour=Behaviour(handoff_gate=gate))
-    decode = decode_worker(behaviour=Behaviour(step=asyncio.Semaphore(40)))
+    step = asyncio.Semaphore(0)
+    decode = decode_worker(behaviour=Behaviour(step=step))
     async with running([prefill, decode]) as router:
         call = router.call(several(4, LONG))
         stream = aiter(call)
         await asyncio.wait_for(anext(stream), 5)
         if leaves == "in the middle":
             gate.set()
+            await until(lambda: len(decode.legs) == 4)
             seen = {0}
             while len(seen) < 4:
+                step.release()  # one token, of the leg that has waited longest
                 seen.add((await asyncio.wait_for(anext(stream), 5)).index)
         call.cancel()
         await until_running(router, 0, 0)
