@@ -38,7 +38,7 @@ from tests.router.fakes import (
     namespace,
     running,
 )
-from tests.router.rig import failing, request
+from tests.router.rig import failing, request, until
 
 Call = grpc.aio.UnaryStreamCall[router_pb2.GenerateRequest, router_pb2.GenerateResponse]
 SIZE = 64 << 10
@@ -114,12 +114,6 @@ async def telling(router: Running, url: str) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def until(done: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not done():  # noqa: ASYNC110 - there is no event for it
-            await asyncio.sleep(0.01)
-
-
 @pytest.mark.parametrize("told", [True, False])
 async def test_the_blocks_of_a_prompt_that_waits_survive_pressure(
     url: str, store: Store, told: bool
@@ -130,7 +124,9 @@ async def test_the_blocks_of_a_prompt_that_waits_survive_pressure(
     requests = [prompt(first) for first in (1, 2, 3)]
     waiting = list(requests[2].token_ids.ids)
     async with running([worker], store=url, disaggregate="never") as router:
-        calls = [asyncio.create_task(router.generate(one)) for one in requests]
+        calls = [asyncio.create_task(router.generate(one)) for one in requests[:2]]
+        await until(lambda: router.service.queue_status().running == 2)
+        calls.append(asyncio.create_task(router.generate(requests[2])))
         await until(lambda: router.service.queue_status().waiting == 1)
         await asyncio.to_thread(put, store, *blocks_of(waiting))
         if told:

@@ -106,6 +106,7 @@ async def test_histograms_of_what_clients_see() -> None:
     step = asyncio.Semaphore(0)
 
     async def pace() -> None:
+        await paced.entered.wait()  # a token that waits for no permit comes without a gap
         while True:
             await asyncio.sleep(0.05)
             step.release()

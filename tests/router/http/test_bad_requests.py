@@ -27,7 +27,7 @@ from router.http.server import HttpServer
 from router.queue import inbox
 from tests.router.fakes import Behaviour, Running, decode_worker, running
 from tests.router.http.rig import SEED, bounded, door, expected, raw
-from tests.router.rig import PROMPT
+from tests.router.rig import PROMPT, until
 from tests.secured import ALICE, BOB, CREDENTIALS, SERVICE, write_credentials, write_files
 
 GOOD: dict[str, object] = {"prompt": PROMPT, "max_tokens": 3, "seed": SEED}
@@ -155,9 +155,7 @@ async def undisturbed(router: Running, client: httpx2.AsyncClient) -> None:
     """The door answers a good request, and nothing is left of the bad ones."""
     good = await client.post("/v1/completions", json=GOOD)
     assert good.json()["choices"][0]["text"] == expected(3)
-    async with asyncio.timeout(5):
-        while router.service.queue_status().running:  # noqa: ASYNC110 - there is no event
-            await asyncio.sleep(0.01)
+    await until(lambda: not router.service.queue_status().running)
 
 
 def test_a_wrong_type_is_not_told_a_range() -> None:
@@ -251,26 +249,31 @@ async def test_unknown_fields() -> None:
 
 
 async def test_heads_that_are_slow_or_large() -> None:
-    async with bounded(head_seconds=0.3, head_bytes=4096) as (router, client, server):
+    async with bounded(head_bytes=4096) as (router, client, server):
         for sent, status in (
-            (b"", b"408"),
-            (b"POST /v1/completions HTTP/1.1\r\nx: ", b"408"),
             (b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 1000, b"431"),
             (b"GET / HTTP/1.1\r\nx: " + b"y" * 100_000, b"431"),
             (b"GET /" + b"y" * 100_000, b"431"),
             (b"nonsense\r\n\r\n", b"400"),
         ):
-            reader, writer = await raw(client)
-            writer.write(sent)
-            async with asyncio.timeout(10):
-                answer = await reader.read()
-            assert answer.split()[1] == status, answer
-            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
-            writer.close()
+            await refused_head(client, sent, status)
         await undisturbed(router, client)
-        async with asyncio.timeout(5):
-            while server.connections.open > 1:  # noqa: ASYNC110 - there is no event
-                await asyncio.sleep(0.01)
+        await until(lambda: server.connections.open <= 1)
+    async with bounded(head_seconds=0.3) as (_, client, server):
+        for sent in (b"", b"POST /v1/completions HTTP/1.1\r\nx: "):
+            await refused_head(client, sent, b"408")
+        await until(lambda: not server.connections.open)
+
+
+async def refused_head(client: httpx2.AsyncClient, sent: bytes, status: bytes) -> None:
+    """The answer to these bytes has this status and says why; then the connection ends."""
+    reader, writer = await raw(client)
+    writer.write(sent)
+    async with asyncio.timeout(20):
+        answer = await reader.read()
+    assert answer.split()[1] == status, answer
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+    writer.close()
 
 
 async def test_a_body_that_is_slow() -> None:
@@ -319,9 +322,7 @@ async def test_a_burst_of_connections_makes_room_for_each() -> None:
     """They are accepted before the first that makes room is closed."""
     async with bounded(connections=60, connections_per_host=40) as (router, client, server):
         made = [socket.create_connection(("127.0.0.1", client.base_url.port)) for _ in range(100)]
-        async with asyncio.timeout(10):
-            while server.connections.open < 30:  # noqa: ASYNC110 - there is no event
-                await asyncio.sleep(0.01)
+        await until(lambda: server.connections.open >= 30)
         await undisturbed(router, client)
         assert server.connections.open <= 31  # half of all places are for one host
         for one in made:
@@ -340,9 +341,9 @@ async def test_a_lost_connection_ends_the_request_before_a_pipelined_one() -> No
         writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         await reader.readuntil(b"data: ")
         writer.transport.abort()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             await worker.cancelled.wait()
-        assert router.service.ended["cancelled"] == 1
+        await until(lambda: router.service.ended["cancelled"] == 1)
 
 
 @pytest.mark.slow  # the buffers of the kernel and of the server fill first: 10 s of a core
@@ -357,7 +358,7 @@ async def test_a_client_that_reads_nothing_is_cut_off() -> None:
         )
         async with asyncio.timeout(60):
             await worker.cancelled.wait()
-        assert router.service.ended["cancelled"] == 1
+        await until(lambda: router.service.ended["cancelled"] == 1)
         writer.close()
         reader.feed_eof()
 

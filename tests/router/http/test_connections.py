@@ -197,13 +197,19 @@ async def old(client: httpx2.AsyncClient, line: bytes, body: bytes) -> tuple[byt
     return head.lower(), content
 
 
+@pytest.mark.parametrize("apart", [True, False])
 @pytest.mark.parametrize("body", [b"zz\r\n", b"2\r\n{}}\r\n", b"1\r\n{\r\n-1\r\n"])
-async def test_a_body_whose_chunks_are_wrong_is_refused(body: bytes) -> None:
+async def test_a_body_whose_chunks_are_wrong_is_refused(body: bytes, apart: bool) -> None:
     async with bounded() as (_, client, server):
         reader, writer = await raw(client)
-        writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n")
-        await asyncio.sleep(0.05)  # the request is there, and waits for its body
-        writer.write(body)
+        head = HEAD + b"transfer-encoding: chunked\r\n"
+        if apart:
+            writer.write(head + b"expect: 100-continue\r\n\r\n")
+            async with asyncio.timeout(10):
+                await reader.readuntil(b"100 Continue\r\n\r\n")  # it waits for the body
+            writer.write(body)
+        else:
+            writer.write(head + b"\r\n" + body)
         async with asyncio.timeout(10):
             answered = await reader.read()
         assert answered.startswith(b"HTTP/1.1 400"), answered
