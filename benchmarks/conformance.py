@@ -96,7 +96,8 @@ def llama(options: argparse.Namespace, model: Path, port: int, threads: int) -> 
 def transformers(
     options: argparse.Namespace, model: Path, port: int, threads: int
 ) -> ExaminedServer:
-    """As it is by default, or with continuous batching."""
+    """As it is by default, or with continuous batching; it samples only where the model says so."""
+    (model / "generation_config.json").write_text('{"do_sample": true}')
     program = "from transformers.cli.transformers import main; main()"
     words = [options.python, "-c", program, "serve", str(model), "--port", str(port)]
     words += ["--dtype", options.dtype, "--device", "cpu"]

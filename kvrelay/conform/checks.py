@@ -9,7 +9,7 @@ from itertools import cycle
 from typing import TypeAlias
 
 from kvrelay.conform.exam import Crowd, Exam, Probe, cached_of, in_crowd, restart
-from kvrelay.conform.tally import NotSupported, Tally
+from kvrelay.conform.tally import NotSupported, Tally, is_untold
 from kvrelay.load.draws import LengthDraw
 from kvrelay.load.request import LoadAnswer
 
@@ -107,7 +107,7 @@ def neighbours(lengths: LengthDraw | None, output: int | None) -> Disturb:
                 tally.compare(probe.name, alone, answer)
             if shared:
                 return
-        if not tally.differing:
+        if tally.compared and not tally.differing:
             raise NotSupported("the server answered one request at a time")
 
     return run
@@ -161,7 +161,7 @@ async def samples(subject: Subject, tally: Tally) -> None:
             elif numbered:
                 single = await exam.whole(replace(probe, seed=probe.seed + at))
                 numbered = (single.ids, single.text) == (one.ids, one.text)
-    if subject.sampled:
+    if subject.sampled and tally.compared:
         ending = "" if numbered else " not"
         tally.notes.append(f"sample i is{ending} the answer to seed + i")
 
@@ -172,12 +172,16 @@ async def seeds(subject: Subject, tally: Tally) -> None:
     for probe, alone in subject.pairs():
         greedy = await exam.whole(replace(probe, temperature=0.0))
         answer = await exam.whole(replace(probe, seed=probe.seed + 1000))
-        texts = {(str(one.ids), one.text) for one in (alone, answer, greedy)}
-        other += len(texts) > 1
+        asked = (alone, answer, greedy)
+        if all(map(is_untold, asked)):
+            tally.untold += 1
+            continue
+        other += len({(str(one.ids), one.text) for one in asked}) > 1
         tally.expect(None)
-    if not other:
+    if tally.compared and not other:
         raise NotSupported("no seed changed an answer: the model is certain, or nothing is sampled")
-    tally.notes.append(f"another seed changed {other} of {len(subject.probes)} answers")
+    if tally.compared:
+        tally.notes.append(f"another seed changed {other} of {tally.compared} answers")
 
 
 async def eviction(subject: Subject, tally: Tally) -> None:

@@ -228,7 +228,7 @@ class Crowd:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Crowd:
-        """Return when the first token of any of them has come."""
+        """Return when the first token of any of them, or the end of its answer, has come."""
         exam = self._exam
         self._tasks = [
             asyncio.create_task(self._neighbour(exam.abilities.has("seed") and number % 2 == 1))
@@ -263,6 +263,7 @@ class Crowd:
 
             try:
                 await exam.whole(replace(probe, max_tokens=self._output), count)
+                self._first.set()
             finally:
                 self.streaming -= begun
 

@@ -36,8 +36,9 @@ def _tally(tally: Tally) -> Json:
         "outcome": str(tally.outcome),
         "compared": tally.compared,
         "differing": tally.differing,
+        "untold": tally.untold,
         "logprob_gap": tally.gap,
-        "reason": tally.error or tally.reason,
+        "reason": tally.error or tally.why_missing,
         "differences": tally.differences,
         "notes": tally.notes,
     }
@@ -73,9 +74,11 @@ def details(row: Row) -> Iterator[tuple[ConformOutcome, str]]:
             yield ConformOutcome.DIFFERS, f"{what}: {line}"
         if tally.error is not None:
             yield ConformOutcome.FAILED, f"{what}: {tally.error}"
-        elif tally.reason is not None:
-            yield ConformOutcome.MISSING, f"{what}: {tally.reason}"
+        elif tally.why_missing is not None:
+            yield ConformOutcome.MISSING, f"{what}: {tally.why_missing}"
         notes = list(tally.notes)
+        if tally.untold and tally.compared:
+            notes.append(f"{tally.untold:,} pairs without text or token ids were not compared")
         if tally.gap:
             notes.append(f"log probabilities of equal tokens differ by up to {tally.gap:.2g}")
         if notes:

@@ -34,12 +34,14 @@ class Unanswered(KvrelayError):
 class Tally:
     """What one check found with one kind of sampling.
 
-    ``gap``: the largest difference of log probabilities of equal tokens. ``reason``: why it is not
-    supported; ``error``: why there is no verdict. ``notes``: what else a reader should know.
+    ``untold``: pairs of answers without text and token ids. ``gap``: the largest difference of log
+    probabilities of equal tokens. ``reason``: why it is not supported; ``error``: why there is no
+    verdict. ``notes``: what else a reader should know.
     """
 
     compared: int = 0
     differing: int = 0
+    untold: int = 0
     gap: float = 0.0
     differences: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -55,9 +57,16 @@ class Tally:
             return ConformOutcome.FAILED
         return (
             ConformOutcome.MISSING
-            if self.reason is not None or not self.compared
+            if self.why_missing is not None or not self.compared
             else ConformOutcome.EXACT
         )
+
+    @property
+    def why_missing(self) -> str | None:
+        """Why the check is not supported."""
+        if self.reason is None and self.untold and not self.compared:
+            return f"no answer had text or token ids ({self.untold:,} pairs)"
+        return self.reason
 
     def expect(self, fault: str | None) -> None:
         """One comparison; ``fault`` says what is wrong."""
@@ -70,8 +79,12 @@ class Tally:
     def compare(self, where: str, wanted: LoadAnswer, given: LoadAnswer, skip: int = 0) -> bool:
         """Whether an answer is ``wanted``, behind its first ``skip`` tokens.
 
-        An answer that was not received to its end must be the beginning of the wanted one.
+        An answer that was not received to its end must be the beginning of the wanted one. Answers
+        without text and token ids could stand for any tokens: they are counted, not compared.
         """
+        if is_untold(wanted) and is_untold(given):
+            self.untold += 1
+            return True
         fault = difference(wanted, given, skip)
         self.expect(None if fault is None else f"{where}: {fault}")
         for (_, one), (_, other) in _equal(_tokens(wanted)[skip:], _tokens(given)):
@@ -80,10 +93,16 @@ class Tally:
         return fault is None
 
 
+def is_untold(answer: LoadAnswer) -> bool:
+    """Whether an answer has neither text nor token ids: it may be empty, or special tokens only."""
+    return not answer.text and not _tokens(answer)
+
+
 def difference(wanted: LoadAnswer, given: LoadAnswer, skip: int = 0) -> str | None:
     """Where an answer differs from the wanted one, each with its log probability."""
     unit, ones, others = "token", _tokens(wanted)[skip:], _tokens(given)
-    if wanted.text and given.text and not (ones and others):
+    texts_only = not (ones or others)
+    if texts_only or (wanted.text and given.text and not (ones and others)):
         unit = "character"
         ones, others = [(c, None) for c in wanted.text], [(c, None) for c in given.text]
     at = len(_equal(ones, others))
@@ -102,8 +121,10 @@ Token = tuple[int | str, float | None]
 def _tokens(answer: LoadAnswer) -> Sequence[Token]:
     """Token ids, else the texts that came with log probabilities, else nothing."""
     chances = [one.logprob for one in answer.chosen]
-    if answer.ids is None:
+    if not answer.ids and any(one.text for one in answer.chosen):
         return [(one.text, one.logprob) for one in answer.chosen]
+    if answer.ids is None:
+        return []
     chances += [None] * (len(answer.ids) - len(chances))
     return list(zip(answer.ids, chances, strict=False))
 

@@ -108,7 +108,8 @@ class LoadDoor(Protocol):
 class LoadAnswer:
     """What became of a request. Times by ``time.perf_counter``; ``due`` is when it was to be sent.
 
-    ``ended``: done, refused, late, left or failed. ``ids`` is ``None`` once a piece had none.
+    ``ended``: done, refused, late, left or failed. ``ids`` is ``None`` once a piece with text had
+    none, and at the end if no piece had any.
     """
 
     request: LoadRequest
@@ -119,6 +120,7 @@ class LoadAnswer:
     gaps: list[float] = field(default_factory=list)  # between pieces that have tokens
     tokens: int = 0
     ids: list[int] | None = field(default_factory=list)
+    has_ids: bool = False  # a piece had a list of them
     text: str = ""
     chosen: list[ChosenToken] = field(default_factory=list)  # if log probabilities were asked for
     finish: str | None = None
@@ -132,8 +134,10 @@ class LoadAnswer:
         count = bool(piece.text) if piece.ids is None else len(piece.ids)
         if piece.ids is None:
             self.ids = None if count else self.ids
-        elif self.ids is not None:
-            self.ids += piece.ids
+        else:
+            self.has_ids = True
+            if self.ids is not None:
+                self.ids += piece.ids
         self.text += piece.text
         self.chosen += piece.chosen
         if count:
@@ -144,6 +148,8 @@ class LoadAnswer:
             self.last = piece.at
             self.tokens += count
         self.finish = piece.finish or self.finish
+        if self.finish is not None and not self.has_ids:
+            self.ids = None
         if piece.account is not None:
             self.account = piece.account
             if self.ids is None:

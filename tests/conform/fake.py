@@ -40,6 +40,8 @@ class FakeManners:
     """A line for each restart."""
     replicas: int = 1
     """Each has a cache of its own; they are asked in turn."""
+    silent: str = ""
+    """Whose tokens have no text: "all", "some" prompts, prompts in a "crowd"; "empty" has none."""
 
 
 @dataclass
@@ -104,6 +106,17 @@ class FakeLM:
                 return self.restarted() > 0
         return False
 
+    def silent(self, own: int, prompt: tuple[int, ...]) -> bool:
+        """Whether all tokens of this answer are without text, as special tokens are."""
+        match self.manners.silent:
+            case "all":
+                return True
+            case "some":
+                return zlib.crc32(bytes(prompt)) % 2 == 0
+            case "crowd":
+                return len(self.open) > 1
+        return False
+
     def token(self, context: list[int], body: dict[str, Any], choice: int, prompt: int) -> int:
         sampled = float(body.get("temperature") or 0) > 0
         key: list[object] = [context]
@@ -121,6 +134,8 @@ async def stream(lm: FakeLM, body: dict[str, Any], chat: bool) -> AsyncIterator[
     lm.asked += 1
     prompt = _prompt(body)
     count, most = int(body.get("n") or 1), int(body["max_tokens"])
+    if lm.manners.silent == "empty":
+        most = 0
     salt = f"{own % lm.manners.replicas}:{body.get('cache_salt') or ''}"
     lm.open[own] = len(prompt)
     done = False
@@ -131,6 +146,7 @@ async def stream(lm: FakeLM, body: dict[str, Any], chat: bool) -> AsyncIterator[
         cached = lm.cached(salt, prompt)
         lm.keep(salt, prompt)
         answers: list[list[int]] = [[] for _ in range(count)]
+        silent = lm.silent(own, prompt)
         for at in range(most):
             await asyncio.sleep(PAUSE)
             for choice, made in enumerate(answers):
@@ -139,7 +155,12 @@ async def stream(lm: FakeLM, body: dict[str, Any], chat: bool) -> AsyncIterator[
                     token = (token + 1) % VOCABULARY
                 made.append(token)
                 ended = "length" if at + 1 == most else None
-                yield _event({"choices": [_choice(lm, body, chat, choice, token, ended)]})
+                said = "" if silent else f"<{token}>"
+                made_choice = _choice(lm, body, chat, choice, token, said)
+                yield _event({"choices": [made_choice | {"finish_reason": ended}]})
+        if not most:
+            ends = [_choice(lm, body, chat, at, None, "") for at in range(count)]
+            yield _event({"choices": [end | {"finish_reason": "stop"} for end in ends]})
         lm.keep(salt, (*prompt, *answers[0]))
         done = True
         if lm.has("usage"):
@@ -160,14 +181,14 @@ def _prompt(body: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _choice(
-    lm: FakeLM, body: dict[str, Any], chat: bool, index: int, token: int, ended: str | None
+    lm: FakeLM, body: dict[str, Any], chat: bool, index: int, token: int | None, text: str
 ) -> dict[str, object]:
-    text = f"<{token}>"
-    made: dict[str, object] = {"index": index, "finish_reason": ended}
+    """A choice of an event; the last one of an empty answer has no token."""
+    made: dict[str, object] = {"index": index}
     made |= {"delta": {"content": text}} if chat else {"text": text}
     if body.get("return_token_ids") and lm.has("return_token_ids"):
-        made["token_ids"] = [token]
-    if body.get("logprobs") and lm.has("logprobs"):
+        made["token_ids"] = [] if token is None else [token]
+    if token is not None and body.get("logprobs") and lm.has("logprobs"):
         gap = 0.25 if lm.manners.defect == "logprobs" and len(lm.open) > 1 else 0.0
         chance = -math.log(2 + token) - gap
         made["logprobs"] = (

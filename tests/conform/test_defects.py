@@ -175,6 +175,54 @@ def test_a_server_with_few_abilities_is_compared_as_well_as_it_can_be(
     assert "refused: ['n']" in found.out
 
 
+NO_IDS = frozenset({"return_token_ids", "ids"})
+
+
+@pytest.mark.parametrize("silent", ["all", "empty"])
+@pytest.mark.parametrize("lacks", [NO_IDS | {"logprobs"}, NO_IDS, PLAIN | {"ids"}])
+def test_answers_without_text_are_not_compared(
+    conform: ConformCommand, silent: str, lacks: frozenset[str]
+) -> None:
+    """They could stand for any tokens: equal ones say nothing, and no usage contradicts them."""
+    with fake(FakeManners(silent=silent, lacks=lacks)) as url:
+        found = conform(url)
+    told = {"usage", "cached", "salts"} - ({"cached", "salts"} if "salt" in lacks else set())
+    assert found.having("exact") == told, found.out
+    assert found.having("not supported") == set(NAMES) - told
+    assert found.status == 0
+    assert "no answer had text or token ids" in found.said
+    assert "one request at a time" not in found.said
+
+
+def test_token_ids_without_text_are_compared(conform: ConformCommand) -> None:
+    with fake(FakeManners(silent="all", defect="hit")) as url:
+        found = conform(url, "--check", "repeat", "--check", "cold")
+    assert (found.having("differs"), found.having("exact")) == ({"repeat"}, {"cold"})
+    assert "token 3: here " in found.lines("repeat")[0]
+
+
+def test_some_answers_without_text_are_said(conform: ConformCommand) -> None:
+    lacks = NO_IDS | {"logprobs"}
+    with fake(FakeManners(silent="some", lacks=lacks)) as url:
+        found = conform(url, "--check", "repeat", "--check", "usage", "--prompts", 8)
+    assert (found.status, found.having("exact")) == (0, {"repeat", "usage"}), found.out
+    (repeat, _) = found.json["checks"]
+    for kind in ("greedy", "sampled"):
+        assert 0 < repeat[kind]["untold"] < 8
+        assert repeat[kind]["compared"] == 8 - repeat[kind]["untold"]
+    assert "pairs without text or token ids were not compared" in found.said
+
+
+@pytest.mark.parametrize("lacks", [NO_IDS | {"logprobs"}, NO_IDS, frozenset[str]()])
+def test_text_on_one_side_only_is_a_difference(
+    conform: ConformCommand, lacks: frozenset[str]
+) -> None:
+    with fake(FakeManners(silent="crowd", lacks=lacks)) as url:
+        found = conform(url, "--check", "neighbours", "--check", "repeat")
+    assert found.having("differs") == ({"neighbours"} if lacks else set()), found.out
+    assert found.having("exact") == ({"repeat"} if lacks else {"repeat", "neighbours"})
+
+
 def test_unknown_fields_that_are_ignored_are_no_abilities(conform: ConformCommand) -> None:
     """As llama.cpp does: everything is taken, and nothing of it is done."""
     with fake(FakeManners(lacks=frozenset({"salt"}))) as url:
