@@ -14,6 +14,7 @@ from kvstore.base import Store
 from kvstore.breaker import BreakerStore
 from kvstore.client.memory import MemoryStore
 from kvstore.client.remote import RemoteStore
+from kvstore.client.traced import TracedStore
 from kvstore.device import MemoryRegistrar
 from kvstore.multi.backend import StoreBackend
 from kvstore.multi.store import MultiStore
@@ -34,7 +35,7 @@ def _kvrelay(
 ) -> Store:
     _check_names(parameters, ("transport",))
     address = str(Address.parse(parts.netloc))
-    return BreakerStore(RemoteStore(address, parameters.get("transport"), registrar))
+    return TracedStore(BreakerStore(RemoteStore(address, parameters.get("transport"), registrar)))
 
 
 def _kvrelays(
@@ -47,7 +48,7 @@ def _kvrelays(
 
 def _redis(parts: SplitResult, parameters: Parameters, registrar: MemoryRegistrar | None) -> Store:
     _check_names(parameters, redis.PARAMETERS)
-    return redis.RedisStore(redis.settings_of(parts, parameters))
+    return TracedStore(redis.RedisStore(redis.settings_of(parts, parameters)))
 
 
 def _check_names(parameters: Parameters, known: tuple[str, ...]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 
 from kvrelay.errors import Corrupt, DeadlineExceeded, KvrelayError, Rejected, Unavailable
+from kvrelay.rpc import tracing
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.v1 import store_pb2 as pb
 from kvstore.base import (
@@ -27,6 +28,7 @@ from kvstore.base import (
     Want,
 )
 from kvstore.client.calls import StoreCalls, mapped_errors, trace
+from kvstore.client.traced import TRANSPORT
 from kvstore.client.transports.base import GetProgress, Transport
 from kvstore.client.transports.grants import PutGrant, abandoned_on_error, reserve_request
 from kvstore.client.transports.grpc_transport import buffers_of
@@ -155,6 +157,7 @@ class RemoteStore:
         tried: set[str] = set()
         while True:
             transport = self._transports.choose(tried, deadline)
+            tracing.current().set({TRANSPORT: transport.name})
             try:
                 yield from transport.get(wants, progress, deadline)
                 return
@@ -214,6 +217,7 @@ class RemoteStore:
             if not granted.wanted:
                 return granted.outcomes(iter(()))
         transport = self._transports.choose(tried, deadline)
+        tracing.current().set({TRANSPORT: transport.name})
         try:
             if granted is None:
                 return transport.put(offers, deadline)

@@ -1,7 +1,7 @@
 """Spans of the store's part of a leg: its gRPC calls, with the blocks asked for and found.
 
-A call without a ``traceparent`` begins no trace. Shared memory and the socket transport move blocks
-without a span; shared memory also locates and reserves them without one.
+A call without a ``traceparent`` begins no trace. What a client does over shared memory or the
+socket transport is in its own spans alone (``kvstore.client.traced``).
 """
 
 from __future__ import annotations

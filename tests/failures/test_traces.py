@@ -61,10 +61,15 @@ def only(tree: Sequence[Seen], service: str, name: str) -> Seen:
     return span
 
 
+def of_store(span: Seen) -> bool:
+    """Whether it is a call to the store, seen by the worker or by the store."""
+    return span.service == "kvrelay-store" or span.name.startswith("store ")
+
+
 def children(tree: Sequence[Seen], parent: Seen, store: bool = False) -> list[str]:
-    """Those of the store, or all others."""
+    """Those that are calls to the store, or all others."""
     ours = [span for span in tree if span.parent == parent.id]
-    return [span.name for span in ours if (span.service == "kvrelay-store") == store]
+    return [span.name for span in ours if of_store(span) == store]
 
 
 def counts(span: Seen) -> Mapping[str, object]:
@@ -74,7 +79,7 @@ def counts(span: Seen) -> Mapping[str, object]:
 def check_tree(tree: Sequence[Seen], door: Seen, killed: bool = False) -> None:
     """Every span but the door's has its parent in the tree, and lies in its time.
 
-    A worker that was ``killed`` has not sent its span; what the store did for it has no parent.
+    A worker that was ``killed`` has not sent its span; its calls to the store have no parent.
     """
     by_id = {span.id: span for span in tree}
     assert len(by_id) == len(tree)
@@ -82,7 +87,7 @@ def check_tree(tree: Sequence[Seen], door: Seen, killed: bool = False) -> None:
     for span in tree:
         assert span.end >= span.begin, span
         assert span.state == "other=kept", span
-        orphan = killed and span.service == "kvrelay-store" and span.parent not in by_id
+        orphan = killed and of_store(span) and span.parent not in by_id
         if span is not door and not orphan:
             parent = by_id[span.parent]
             assert parent.begin <= span.begin, (parent, span)
@@ -115,8 +120,10 @@ def test_a_request_over_http_is_one_trace(traced: Rig, spans: Collector) -> None
     assert children(tree, served) == ["queue", "lookup", "compute", "save"]
     decoded = only(tree, "decode", "decode")
     assert set(children(tree, decoded)) == {"queue", "lookup", "load", "compute"}
-    assert {"Lookup", "PutSmall"} <= set(children(tree, served, store=True))
-    assert "Lookup" in children(tree, decoded, store=True)
+    assert set(children(tree, served, store=True)) == {"store lookup", "store put"}
+    assert {"store lookup", "store get"} <= set(children(tree, decoded, store=True))
+    put = next(span for span in tree if span.name == "store put")
+    assert children(tree, put, store=True) == ["PutSmall"]
     asked, found = named(tree, "store", "Lookup")
     assert asked.attributes["kvrelay.blocks.found"] == 0
     assert found.attributes["kvrelay.blocks.found"] == -(100 // -BLOCK)
@@ -163,9 +170,11 @@ def test_a_stream_whose_workers_were_killed_shows_every_leg(traced: Rig, spans: 
     traced.settle()
     assert tokens == undisturbed
 
+    def legs_of(tree: Sequence[Seen]) -> list[Seen]:
+        return [span for span in tree if span.kind == "client" and not of_store(span)]
+
     def complete(tree: Sequence[Seen]) -> bool:
-        legs = [span for span in tree if span.kind == "client"]
-        reported = [leg for leg in legs if not leg.attributes["kvrelay.leg.lost"]]
+        reported = [leg for leg in legs_of(tree) if not leg.attributes["kvrelay.leg.lost"]]
         return bool(
             named(tree, "router", GENERATE) and all(children(tree, leg) for leg in reported)
         )
@@ -174,7 +183,7 @@ def test_a_stream_whose_workers_were_killed_shows_every_leg(traced: Rig, spans: 
     door = only(tree, "router", GENERATE)
     check_tree(tree, door, killed=True)
     (request,) = (span for span in tree if span.parent == door.id)
-    legs = [span for span in tree if span.kind == "client"]
+    legs = legs_of(tree)
     assert all(leg.parent == request.id for leg in legs)
     assert len(legs) == len(usage.legs) >= 3
     for leg, account in zip(legs, usage.legs, strict=True):

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from urllib.parse import urlsplit
 
 from kvrelay.block.header import (
     SHORTEST,
@@ -23,9 +24,10 @@ from kvrelay.block.name import child_name
 from kvrelay.block.verify import verify_payload
 from kvrelay.errors import Corrupt, KvrelayError
 from kvrelay.usage import Miss
-from kvstore import Block, GetResult, Offer, PutStatus, Store, Tail, Want, connect
+from kvstore import Block, GetResult, Offer, PutStatus, Store, Tail, Want
 from kvstore.base import NameQuery
-from kvstore.redis import RedisStore
+from kvstore.redis import RedisStore, settings_of
+from kvstore.urls import query_parameters
 
 TIMEOUT = 10.0
 
@@ -135,9 +137,8 @@ def copied(source: Store, target: Store, name: bytes) -> bool:
 
 
 def open_store(url: str) -> RedisStore:
-    store = connect(url)
-    assert isinstance(store, RedisStore)
-    return store
+    parts = urlsplit(url)
+    return RedisStore(settings_of(parts, query_parameters(parts.query)))
 
 
 def accepted(

@@ -1,4 +1,4 @@
-"""Spans of the store process: the calls of a traced caller, over every transport, and no others."""
+"""Spans of calls to the store, by its client and by its process: those of a traced caller only."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from kvstore import Store, Tail, Want, connect
 from kvstore.base import NameQuery
 from kvstore.client.transports.selector import TRANSPORTS
 from tests.kvstore.conftest import start_service, stop
+from tests.kvstore.redis.redisserver import Server
 from tests.kvstore.rig import TIMEOUT, chain, get, make, name_of, offer
 from tests.otlp import Collector, Seen, collector
 
 pytestmark = pytest.mark.cluster
 LARGE = 300 << 10
+PREFIX = "spans:"
 
 
 @pytest.fixture
@@ -49,13 +51,19 @@ def _end(process: subprocess.Popen[str]) -> None:
     assert process.wait(60) == 0
 
 
-def below(spans: Collector) -> tuple[Seen, Sequence[Seen]]:
-    """The leg, and the spans of the store in its trace."""
+def below(spans: Collector) -> tuple[Sequence[Seen], Sequence[Seen]]:
+    """The spans of the leg's calls, and those of the store, which are their children."""
     tracing.end()
-    (leg,) = (span for span in spans.seen if span.service == "kvrelay-worker")
-    every = [span for span in spans.seen if span.service == "kvrelay-store"]
-    assert all(span.trace == leg.trace for span in every)
-    return leg, sorted(every, key=lambda span: span.begin)
+    seen = sorted(spans.seen, key=lambda span: span.begin)
+    (leg,) = (span for span in seen if span.name == "leg")
+    assert {span.trace for span in seen} == {leg.trace}
+    calls = [span for span in seen if span.parent == leg.id]
+    every = [span for span in seen if span.service == "kvrelay-store"]
+    assert {span.kind for span in calls} == {"client"}
+    assert {span.service for span in calls} == {"kvrelay-worker"}
+    assert {span.parent for span in every} <= {call.id for call in calls} | {s.id for s in every}
+    assert len(seen) == 1 + len(calls) + len(every)
+    return calls, every
 
 
 def written(store: Store) -> None:
@@ -84,14 +92,44 @@ def use(store: Store) -> None:
     store.lookup(NameQuery(names), TIMEOUT)
 
 
+def check_calls(calls: Sequence[Seen], url: str, transport: str | None) -> None:
+    """The spans of ``use`` in its own process."""
+    assert [call.name for call in calls] == ["store put", "store lookup", "store get"]
+    assert all(str(call.attributes["kvrelay.store.url"]).startswith(url) for call in calls)
+    assert not any("error.type" in call.attributes for call in calls)
+    put, looked_up, got = (dict(call.attributes) for call in calls)
+    for one in (put, looked_up, got):
+        assert one.pop("kvrelay.store.url")
+    sent = put["kvrelay.store.bytes"]
+    assert int(str(sent)) > 2 * LARGE
+    moved = {} if transport is None else {"kvrelay.store.transport": transport}
+    bytes_moved = {"kvrelay.store.bytes": sent}
+    assert put == {"kvrelay.blocks.asked": 2, "kvrelay.blocks.stored": 2, **bytes_moved, **moved}
+    assert got == {"kvrelay.blocks.asked": 2, "kvrelay.blocks.found": 2, **bytes_moved, **moved}
+    reason = {"kvrelay.missed.reason": "unknown" if transport is None else "never_stored"}
+    found = {"kvrelay.blocks.asked": 4, "kvrelay.blocks.found": 2}
+    assert looked_up == {**found, **bytes_moved, **reason}
+
+
+async def test_calls_to_redis_are_spans(spans: Collector, redis_server: Server) -> None:
+    """Redis itself makes none."""
+    url = f"redis://{redis_server.address}"
+    store = connect(f"{url}?prefix={PREFIX}")
+    use(store)
+    store.close()
+    calls, every = below(spans)
+    check_calls(calls, url, None)
+    assert not every
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_calls_of_a_leg_are_its_children(spans: Collector, transport: str) -> None:
     with service(spans) as url:
         store = connect(f"{url}?transport={transport}")
         use(store)
         store.close()
-    leg, every = below(spans)
-    assert {span.parent for span in every} == {leg.id}
+    calls, every = below(spans)
+    check_calls(calls, url, transport)
     assert {span.kind for span in every} == {"server"}
     assert not any("error.type" in span.attributes for span in every)
     moved = {"grpc": ["Reserve", "Put", "Get"], "socket": ["Reserve", "Locate"], "shm": []}
@@ -121,8 +159,10 @@ async def test_calls_to_several_stores_belong_to_the_leg(spans: Collector) -> No
             store.put([offer(small)], TIMEOUT)
             store.lookup(NameQuery([name_of(small), b"a" * 32]), TIMEOUT)
         store.close()
-    seen, every = below(spans)
-    assert {span.parent for span in every} == {seen.id}
+    calls, every = below(spans)
+    assert sorted(call.name for call in calls) == ["store put", "store survey", "store survey"]
+    asked = {call.attributes["kvrelay.store.url"] for call in calls if call.name == "store survey"}
+    assert asked == {one, two}
     assert [span.name for span in every].count("Lookup") == 2
     assert only(every, "PutSmall") == {"kvrelay.blocks.stored": 1}
 
@@ -157,7 +197,10 @@ async def test_a_span_ends_with_a_reader_that_leaves_or_is_refused(spans: Collec
             with pytest.raises(Exception, match="names"):
                 store.lookup(NameQuery([b"short"]), TIMEOUT)
         await asyncio.to_thread(store.close)
-    _, every = below(spans)
+    calls, every = below(spans)
+    errors = {call.name: call.attributes.get("error.type") for call in calls}
+    assert errors == {"store put": None, "store get": "cancelled", "store lookup": "Rejected"}
+    assert only(calls, "store get")["kvrelay.blocks.found"] == 1
     ended = {span.name: span.attributes.get("error.type") for span in every}
     assert ended["Lookup"] == "Rejected"
     assert ended["Recheck"] is None
