@@ -15,7 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from kvrelay.conform.abilities import Abilities
-from kvrelay.conform.tally import Tally, Unanswered
+from kvrelay.conform.tally import NotSupported, Tally, Unanswered
 from kvrelay.load.check import usage_faults
 from kvrelay.load.draws import LengthDraw
 from kvrelay.load.driver import clock, perform
@@ -145,8 +145,10 @@ class Exam:
                         raise Unanswered(f"{probe.name}: choice {piece.choice} of {count}")
                     account = piece.account or account
                     answers[piece.choice].take(replace(piece, account=None))
+        if (came := sum(answer.finish is not None for answer in answers)) < count:
+            raise NotSupported(f"{came} of {count} samples came")
         for answer in answers:
-            answer.ended = "done" if answer.finish is not None else "failed"
+            answer.ended = "done"
             self._sent(probe, answer)
         ids = [answer.ids for answer in answers if answer.ids is not None]
         if self.abilities.has("usage") and len(ids) == count:

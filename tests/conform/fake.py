@@ -134,6 +134,8 @@ async def stream(lm: FakeLM, body: dict[str, Any], chat: bool) -> AsyncIterator[
     lm.asked += 1
     prompt = _prompt(body)
     count, most = int(body.get("n") or 1), int(body["max_tokens"])
+    if not lm.has("samples"):
+        count = 1
     if lm.manners.silent == "empty":
         most = 0
     salt = f"{own % lm.manners.replicas}:{body.get('cache_salt') or ''}"

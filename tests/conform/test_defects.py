@@ -231,6 +231,14 @@ def test_unknown_fields_that_are_ignored_are_no_abilities(conform: ConformComman
     assert "does not know the field" in found.said
 
 
+def test_samples_that_do_not_come_are_not_supported(conform: ConformCommand) -> None:
+    """As in transformers serve: ``n`` is taken, and one answer comes."""
+    with fake(FakeManners(lacks=frozenset({"samples"}))) as url:
+        found = conform(url, "--check", "samples", "--check", "repeat")
+    assert (found.status, found.having("not supported")) == (0, {"samples"})
+    assert "1 of 3 samples came" in found.said
+
+
 def test_a_server_that_answers_one_at_a_time_has_no_neighbours(conform: ConformCommand) -> None:
     with fake(FakeManners(lacks=frozenset({"concurrency"}))) as url:
         found = conform(url, "--check", "neighbours", "--check", "repeat")
