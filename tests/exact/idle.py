@@ -26,9 +26,9 @@ def check_idle(up: Cluster, within: float = PATIENCE) -> float:
     """No block, request or save is held on any worker, and the audit is clean; seconds waited."""
     begun = time.monotonic()
     while True:
+        waited = time.monotonic() - begun  # at the question: this process may stand still after it
         seen = loads(up)
         busy = [load for load in seen if _busy(load)]
-        waited = time.monotonic() - begun
         if not busy:
             break
         assert waited < within, busy
