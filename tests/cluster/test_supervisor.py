@@ -68,11 +68,24 @@ def pid_of(cluster: Cluster, index: int = 0) -> int:
     return pid
 
 
+def line_of(cluster: Cluster, begin: str, index: int = 0) -> str:
+    """A line of a process, which may come after its first answer to a health check."""
+    found: list[str] = []
+
+    def came() -> bool:
+        tail = list(cluster.process("decode", index).tail)
+        found.extend(line for line in tail if line.startswith(begin))
+        return bool(found)
+
+    until(came, f"a line with {begin!r}")
+    return found[0]
+
+
 def test_leaving_the_block_ends_everything() -> None:
     with fakes("good", "good") as cluster:
         pids = [pid_of(cluster, index) for index in range(2)]
         assert all(alive(pid) for pid in pids)
-        assert cluster.process("decode", 1).tail[-1].startswith("ready on")
+        assert line_of(cluster, "ready on", 1)
     assert not any(alive(pid) for pid in pids)
 
 
@@ -142,8 +155,7 @@ def test_a_stopped_process_is_ended_too() -> None:
 
 def test_what_a_process_left_behind_is_killed_with_it() -> None:
     with fakes("parent") as cluster:
-        line = next(line for line in cluster.process("decode", 0).tail if "grandchild" in line)
-        grandchild = int(line.split()[1])
+        grandchild = int(line_of(cluster, "grandchild").split()[1])
         assert alive(grandchild)
     until(lambda: not alive(grandchild), "grandchild gone")
 
@@ -160,11 +172,21 @@ def test_interrupting_a_start_ends_it() -> None:
 
 def test_a_start_that_takes_too_long_names_who_is_missing() -> None:
     cluster = fakes("good", "silent")
+    starting = threading.Thread(target=start_until_interrupted, args=(cluster,))
+    starting.start()
     try:
-        with pytest.raises(DeadlineExceeded, match=r"not ready: decode-1 \("):
-            cluster.start(timeout=3)
+        until(cluster.process("decode", 0).served.is_set, "the first serves")
+        with pytest.raises(DeadlineExceeded, match=r"after 3 s not ready: decode-1 \("):
+            cluster.wait(timeout=3)
     finally:
+        cluster.interrupt()
+        starting.join()
         cluster.stop()
+
+
+def start_until_interrupted(cluster: Cluster) -> None:
+    with pytest.raises(StartInterrupted):
+        cluster.start()
 
 
 @pytest.mark.parametrize("manner", ["good", "stubborn", "stopped"])
