@@ -82,6 +82,11 @@ class Terminal:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it did not end; it said:\n{self.said}") from None
 
+    def read_to_the_end(self) -> None:
+        """Returns when all that was said is in ``said``; nobody may have the terminal open."""
+        self._reader.join(END_SECONDS)
+        assert not self._reader.is_alive()
+
     def left(self) -> dict[int, str]:
         """The processes that the program left behind."""
         found = {}

@@ -40,8 +40,9 @@ def interrupted(terminal: Terminal, presses: int = 1) -> int:
         _NEVER.wait(moment)
         terminal.ctrl_c()
     status = terminal.status()
-    print(terminal.said)
     until(lambda: not terminal.left(), lambda: f"the end of {terminal.left()}")
+    terminal.read_to_the_end()
+    print(terminal.said)
     assert "Traceback" not in terminal.said
     assert "Exception ignored" not in terminal.said
     assert list(terminal.temporary.iterdir()) == []
