@@ -14,7 +14,13 @@ from kvrelay.rpc.deadline import Deadline
 from kvrelay.sampling import Sampling
 from kvrelay.worker.streams import LegStreams
 
-SOON = 0.2  # seconds, all of which a leg that does not end makes the worker wait
+PATIENCE = 10.0
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Legs are waited for only so long; all else has the time of the deadline."""
+    monkeypatch.setattr("kvrelay.worker.streams._most_of", lambda deadline: 0.05)
 
 
 class Idle:
@@ -46,12 +52,12 @@ async def test_a_role_that_cannot_be_changed_costs_no_leg() -> None:
     streams = LegStreams()
     leg = await _begun(streams)
     with pytest.raises(TimeoutError):
-        async with streams.emptied(Deadline.after(SOON)):
+        async with streams.emptied(Deadline.after(PATIENCE)):
             raise AssertionError("a leg is here")
     assert (streams.open, streams.draining, leg.done()) == (1, False, False)
     leg.cancel()
     await asyncio.wait((leg,))
-    async with streams.emptied(Deadline.after(SOON)):
+    async with streams.emptied(Deadline.after(PATIENCE)):
         with pytest.raises(Draining):
             await _leg(streams, asyncio.Event())
     assert not streams.draining
@@ -60,7 +66,7 @@ async def test_a_role_that_cannot_be_changed_costs_no_leg() -> None:
 async def test_a_worker_that_leaves_hands_its_legs_back() -> None:
     streams = LegStreams()
     leg = await _begun(streams)
-    await streams.drain(Deadline.after(SOON))
+    await streams.drain(Deadline.after(PATIENCE))
     with pytest.raises(Draining, match="resume elsewhere"):
         await leg
     assert (streams.open, streams.draining) == (0, True)
