@@ -7,17 +7,20 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
 from kvrelay.cli.authority import CertificateAuthority
 from kvstore import Store, connect
+from kvstore.breaker import CircuitBreaker
 from kvstore.client.memory import MemoryStore, forget
 from kvstore.client.transports.selector import TRANSPORTS
 from kvstore.multi.backend import StoreBackend
 from kvstore.multi.store import MultiStore
 from tests.failures.proxy import Proxy
 from tests.kvstore.redis.redisserver import Cluster, Server, running
+from tests.kvstore.rig import PausedClock
 from tests.secured import Files, write_files
 
 BUDGET = 16 << 20
@@ -78,6 +81,15 @@ def plain_store(request: pytest.FixtureRequest) -> Iterator[Store]:
         store.close()
     finally:
         stop(process)
+
+
+@pytest.fixture
+def breaker_clock(monkeypatch: pytest.MonkeyPatch) -> PausedClock:
+    """That of the circuit breakers of Redis stores that are opened after it."""
+    clock = PausedClock()
+    breaker = partial(CircuitBreaker, clock=clock)
+    monkeypatch.setattr("kvstore.redis.server.CircuitBreaker", breaker)
+    return clock
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -30,6 +31,19 @@ from kvstore.redis import RedisStore, settings_of
 from kvstore.urls import query_parameters
 
 TIMEOUT = 10.0
+
+
+class PausedClock:
+    """``time.monotonic``, which stands still until ``go_on``."""
+
+    def __init__(self) -> None:
+        self._paused: float | None = time.monotonic()
+
+    def __call__(self) -> float:
+        return time.monotonic() if self._paused is None else self._paused
+
+    def go_on(self) -> None:
+        self._paused = None
 
 
 def make(

@@ -30,7 +30,17 @@ from kvstore.redis.server import RedisServer
 from kvstore.urls import public_url
 from tests.kvstore.redis.redisserver import Cluster, Server, running, version
 from tests.kvstore.redis.spoil import WRONG, Spoil, flipped
-from tests.kvstore.rig import TIMEOUT, get, make, name_of, offer, open_store, present, put
+from tests.kvstore.rig import (
+    TIMEOUT,
+    PausedClock,
+    get,
+    make,
+    name_of,
+    offer,
+    open_store,
+    present,
+    put,
+)
 
 Make = Callable[..., RedisStore]
 LIFE, PARTIAL = 5000.0, 300.0
@@ -421,7 +431,9 @@ def test_a_server_that_was_started_anew_is_empty_and_no_error(tmp_path: Path) ->
         assert present(store, block) == [False]
 
 
-def test_a_dead_server_is_unavailable_and_then_not_asked_for_a_while(tmp_path: Path) -> None:
+def test_a_dead_server_is_unavailable_and_then_not_asked_for_a_while(
+    tmp_path: Path, breaker_clock: PausedClock
+) -> None:
     server = Server(tmp_path)
     with running(server), contextlib.closing(open_store(f"redis://{server.address}")) as store:
         block = make()
@@ -439,6 +451,7 @@ def test_a_dead_server_is_unavailable_and_then_not_asked_for_a_while(tmp_path: P
                 call()
         with pytest.raises(Unavailable, match="next try"):
             present(store, block)
+        breaker_clock.go_on()
         server.start()
         until = time.monotonic() + 30.0
         while time.monotonic() < until:

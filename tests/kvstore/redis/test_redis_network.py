@@ -19,7 +19,16 @@ from tests.failures.proxy import Faults, Proxy
 from tests.kvstore import rig
 from tests.kvstore.conftest import serving
 from tests.kvstore.redis.redisserver import Cluster, Server
-from tests.kvstore.rig import TIMEOUT, get, make, name_of, open_store, present, put
+from tests.kvstore.rig import (
+    TIMEOUT,
+    PausedClock,
+    get,
+    make,
+    name_of,
+    open_store,
+    present,
+    put,
+)
 from tests.secured import Files, write_files
 
 SHORT = 0.7
@@ -121,7 +130,9 @@ def test_a_slow_network_is_no_error(proxied: tuple[RedisStore, Proxy]) -> None:
     assert accepted(store, blocks) == (10, 0)
 
 
-def test_silence_ends_with_the_time_given(proxied: tuple[RedisStore, Proxy]) -> None:
+def test_silence_ends_with_the_time_given(
+    breaker_clock: PausedClock, proxied: tuple[RedisStore, Proxy]
+) -> None:
     store, proxy = proxied
     blocks = [make(60_000) for _ in range(4)]
     put(store, *blocks)
@@ -135,6 +146,7 @@ def test_silence_ends_with_the_time_given(proxied: tuple[RedisStore, Proxy]) -> 
     with pytest.raises(Unavailable, match="next try"):
         store.lookup(NameQuery([name_of(blocks[0])], ttl=30.0), PATIENCE)
     assert time.monotonic() - before < PATIENCE
+    breaker_clock.go_on()
     proxy.heal()
     until_all_come(store, blocks)
 

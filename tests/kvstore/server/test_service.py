@@ -18,6 +18,7 @@ from kvrelay.rpc.status import from_rpc_error
 from kvrelay.v1 import store_pb2 as pb
 from kvstore import Block, Offer, PutStatus, Tail, connect
 from kvstore.base import NameQuery
+from kvstore.breaker import BreakerStore
 from kvstore.claims import Claim
 from kvstore.client.remote import RemoteStore
 from kvstore.limits import StoreLimits
@@ -25,7 +26,7 @@ from kvstore.server.block_store import BlockStore
 from kvstore.server.service import StoreService
 from kvstore.wire.buffers import data_messages
 from tests.kvstore.conftest import start_service, stop
-from tests.kvstore.rig import TIMEOUT, get, make, name_of, offer, put
+from tests.kvstore.rig import TIMEOUT, PausedClock, get, make, name_of, offer, put
 
 PATH = "/kvrelay.v1.StoreService/"
 
@@ -185,18 +186,18 @@ channel.stream_unary("{PATH}Put", None, None)(messages())
 def test_a_reservation_nobody_uses_ends_by_itself(
     channel: grpc.Channel, store: RemoteStore
 ) -> None:
-    """The service of these tests gives writers one second."""
+    """The service of these tests gives writers four seconds."""
     block = make(1 << 20)
     reserve: grpc.UnaryUnaryMultiCallable[pb.ReserveRequest, pb.ReserveResponse]
     reserve = channel.unary_unary(
         PATH + "Reserve", pb.ReserveRequest.SerializeToString, pb.ReserveResponse.FromString
     )
     request = pb.ReserveRequest(claims=[pb.Claim(name=name_of(block), length=block.size)])
+    began = time.monotonic()
     assert reserve(request, timeout=TIMEOUT).verdicts[0] == pb.VERDICT_RESERVED
     assert reserve(request, timeout=TIMEOUT).verdicts[0] == pb.VERDICT_PENDING
-    began = time.monotonic()
     assert put(store, block) == [PutStatus.STORED]
-    assert time.monotonic() - began > 0.5
+    assert time.monotonic() - began > 4
 
 
 @pytest.mark.slow
@@ -253,7 +254,8 @@ def test_another_writer_is_waited_for_only_so_long(
     )
     claim = pb.Claim(name=name_of(block), length=block.size)
     reserve(pb.ReserveRequest(claims=[claim]), timeout=TIMEOUT)
-    assert store.put([offer(block)], 0.3)[0].status is PutStatus.PENDING
+    # Half of the ticket's life: the store answers within it, and the ticket outlives it.
+    assert store.put([offer(block)], 2.0)[0].status is PutStatus.PENDING
 
 
 def test_a_restart_is_seen_and_old_leases_are_void() -> None:
@@ -289,17 +291,20 @@ def _boot_when_back(store: object) -> bytes:
             assert time.monotonic() < deadline
 
 
-def test_a_stopped_store_costs_a_deadline_once_or_twice() -> None:
+def test_a_stopped_store_costs_a_deadline_twice() -> None:
     process, url = start_service("--budget=1MiB")
-    store = connect(url)
+    clock = PausedClock()
+    store = BreakerStore(RemoteStore(url.removeprefix("kvrelay://")), clock)
     try:
         assert store.stats(TIMEOUT).entries == 0
         os.kill(process.pid, signal.SIGSTOP)
-        began = time.monotonic()
-        for _ in range(50):
-            with pytest.raises((DeadlineExceeded, Unavailable)):
+        for _ in range(2):
+            with pytest.raises(DeadlineExceeded):
                 store.lookup(NameQuery([b"n" * 32]), 0.2)
-        assert time.monotonic() - began < 1.5
+        for _ in range(48):
+            with pytest.raises(Unavailable, match="next try"):
+                store.lookup(NameQuery([b"n" * 32]), 0.2)
+        clock.go_on()
         os.kill(process.pid, signal.SIGCONT)
         assert _boot_when_back(store)
     finally:
@@ -355,11 +360,9 @@ def test_closing_ends_the_calls_under_way(call: str) -> None:
         thread = threading.Thread(target=ask)
         thread.start()
         threading.Event().wait(0.2)
-        began = time.monotonic()
         store.close()
-        thread.join(TIMEOUT)
-        assert time.monotonic() - began < 1
-        assert errors == [Unavailable]
+        thread.join(TIMEOUT / 2)
+        assert errors == [Unavailable], "it ended before its time was over"
     finally:
         stop(process)
 
