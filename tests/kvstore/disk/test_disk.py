@@ -133,15 +133,17 @@ def test_killed_in_the_middle_of_writing_nothing_wrong_comes_back(tmp_path: Path
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     source = random.Random(seed)
-    blocks = {name_of(b): b for b in (make(source.randrange(10, 300_000)) for _ in range(120))}
+    blocks: list[Block] = []
     for turn in range(2):
         restore = ["--restore"] if turn else []
+        new = [make(source.randrange(10, 300_000)) for _ in range(60)]
+        blocks += new
         with running(*flags(tmp_path, "2MiB"), *restore) as (store, process):
 
-            def write(store: RemoteStore = store) -> None:
+            def write(store: RemoteStore = store, new: list[Block] = new) -> None:
                 try:
                     while True:
-                        for block in blocks.values():
+                        for block in new:
                             store.put([offer(block)], TIMEOUT)
                 except KvrelayError:
                     return
@@ -156,7 +158,7 @@ def test_killed_in_the_middle_of_writing_nothing_wrong_comes_back(tmp_path: Path
             writing.join()
     with running(*flags(tmp_path, "2MiB"), "--restore") as (store, process):
         assert disk_of(store).counters.restored > 30
-        came = [got.header is not None for b in blocks.values() for got in get(store, b)]
+        came = [got.header is not None for b in blocks for got in get(store, b)]
         assert sum(came) >= disk_of(store).counters.restored
         assert disk_of(store).counters.corrupt == 0  # torn ones are not even found
         terminate(process)
