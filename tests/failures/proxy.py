@@ -45,6 +45,7 @@ class Way:
     def __init__(self, seed: int) -> None:
         self.faults = Faults()
         self.passed = 0  # bytes, over all connections
+        self.lost = 0  # bytes that a black hole swallowed
         self._chance = random.Random(seed)
         self._open = asyncio.Event()
         self._open.set()
@@ -197,6 +198,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way:
         faults = way.faults
         swallowed = swallowed or faults.black_hole
         if swallowed:
+            way.lost += len(chunk)
             continue
         ends = [n for n in (faults.cut_after, faults.half_close_after) if n is not None]
         chunk = way.spoil(chunk[: max(0, min(ends) - passed)] if ends else chunk)

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 import pytest
 
+from tests.cluster.processes import until
 from tests.failures.proxy import Faults, Proxy
 
 PATIENCE = 20.0
@@ -111,6 +112,7 @@ def test_a_black_hole_swallows_and_stays(proxy: Proxy) -> None:
         with pytest.raises(TimeoutError):
             connection.recv(1)
         connection.settimeout(PATIENCE)
+        until(lambda: proxy.down.lost == 1, "swallowed")
         proxy.heal()
         with pytest.raises(ConnectionResetError):
             connection.recv(1)
