@@ -116,6 +116,8 @@ class Cell:
             undisturbed(self.rig.cluster.router, [stream.query for stream in self.streams])
             self.rig.restart("prefill")
         self.moment.prepare(self.rig, self.role)
+        if self.target == "router" and self.moment is MIDDLE:
+            self.rig.gate.close()  # until the signal: no stream has ended by then
 
     async def _play(self, number: int) -> Strike:
         observer = Observer(self.rig)
@@ -150,6 +152,7 @@ class Cell:
             index = self.moment.reached(Scene(loads, before, most), self.role)
             if index is not None:
                 return self._strike(index, tuple(loads), number, tokens)
+        self.rig.heal()
         await streams
         return Strike(0, time.monotonic(), (), False, ())
 
@@ -161,7 +164,7 @@ class Cell:
         if number == signal.SIGSTOP and self.target == "router":
             go_on = partial(self.rig.cluster.kill, self.target, index, signal.SIGCONT)
             asyncio.get_running_loop().call_later(self.silent, go_on)
-        self.rig.heal()  # the slow link was for reaching the moment, not for the recovery
+        self.rig.heal()  # what is slow or held was for reaching the moment, not for the recovery
         met = any(len(stream.tokens) < stream.query.max_tokens for stream in self.streams)
         return Strike(index, time.monotonic(), loads, met, tokens)
 

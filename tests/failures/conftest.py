@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.exact.oracle import Oracle
-from tests.failures.rig import Rig, rig
+from tests.failures.rig import HELD, Rig, rig
 from tests.models import tiny_model
 
 
@@ -27,5 +27,5 @@ def oracle(model: Path) -> Oracle:
 @pytest.fixture(scope="module")
 def stand(model: Path) -> Iterator[Rig]:
     """A cluster of two prefill and two decode workers behind proxies."""
-    with rig(model) as made:
+    with rig(model, module=HELD) as made:
         yield made

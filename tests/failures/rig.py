@@ -7,6 +7,7 @@ be observed.
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from kvrelay.cluster.layout import process_specs
 from kvrelay.cluster.process import ProcessSpec, RestartBackoff
 from kvrelay.cluster.supervisor import Cluster
 from kvrelay.v1 import store_pb2, store_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tests.failures.held import GATE, Gate
 from tests.failures.proxy import Proxy
 from tests.forked import all_forked
 
@@ -27,6 +29,7 @@ BLOCK = 16
 SEQS = 2
 BACKOFF = RestartBackoff(first=0.05, longest=0.2)
 ROLES = ("prefill", "decode")
+HELD = "tests.failures.held"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +42,28 @@ class Seen:
 
 
 class Rig:
-    """The cluster, and the proxies between the workers of each role and the store."""
+    """The cluster, and the proxies between the workers of each role and the store.
+
+    ``gate``: of workers that can be held.
+    """
 
     def __init__(
-        self, cluster: Cluster, proxies: dict[str, Proxy], model: Path, lines: list[str]
+        self,
+        cluster: Cluster,
+        proxies: dict[str, Proxy],
+        model: Path,
+        lines: list[str],
+        gate: Gate,
     ) -> None:
         self.cluster = cluster
+        self.gate = gate
         self.proxies = proxies
         self.model = model
         self.lines = lines  # output of all processes so far
 
     def heal(self) -> None:
-        """All proxies pass everything."""
+        """All proxies pass everything, and no worker is held."""
+        self.gate.open()
         for proxy in self.proxies.values():
             proxy.heal()
 
@@ -117,7 +130,8 @@ def rig(
 
     With ``links`` the router reaches each worker through a proxy named as the worker is, such as
     ``decode-1``. ``module`` runs in place of the workers' own. ``environ`` are flags for all of its
-    processes: ``{"max_deaths": "9"}``. ``otlp``: the collector of their spans.
+    processes: ``{"max_deaths": "9"}``. ``otlp``: the collector of their spans. ``HELD`` as the
+    ``module`` makes workers that the rig's gate can hold.
     """
     lines: list[str] = []
     config = ClusterConfig(
@@ -137,6 +151,8 @@ def rig(
         queue_seconds=600.0,  # a slow machine gets hundreds of requests at once
     )
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        gate = Gate(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "closed")
+        patch.setenv(GATE, str(gate.path))
         patch.setenv("KVRELAY_AUDIT", "true")
         for name, value in (environ or {}).items():
             patch.setenv(f"KVRELAY_{name.upper()}", value)
@@ -160,7 +176,7 @@ def rig(
             up = stack.enter_context(
                 Cluster(config, on_line=note, on_change=note, backoff=BACKOFF, layout=layout)
             )
-            yield Rig(up, proxies, model, lines)
+            yield Rig(up, proxies, model, lines, gate)
         finally:
             print("\n".join(lines[-400:]))
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.exact.idle import check_idle
 from tests.failures.proxy import Faults
-from tests.failures.rig import ROLES, Observer, Rig, rig
+from tests.failures.rig import HELD, ROLES, Observer, Rig, rig
 from tests.failures.streams import Stream, draw, run_all, undisturbed
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -25,7 +25,7 @@ SAVES_SECONDS = 20.0  # a save over a broken way gives its blocks back at its de
 @pytest.fixture(scope="module")
 def linked(model: Path) -> Iterator[Rig]:
     """A cluster whose router reaches its workers through proxies too."""
-    with rig(model, links=True) as made:
+    with rig(model, links=True, module=HELD) as made:
         yield made
 
 
@@ -37,6 +37,7 @@ def streams(count: int = 2, prompt: int = 200, tokens: int = 300) -> list[Stream
 
 async def _fault_in_the_middle(stand: Rig, running: list[Stream], faults: Faults) -> float:
     """Faults on the way from a decode worker that serves a stream; its longest pause."""
+    stand.gate.close()
     task = asyncio.ensure_future(run_all(stand.cluster.router, running))
     observer = Observer(stand)
     try:
@@ -46,10 +47,12 @@ async def _fault_in_the_middle(stand: Rig, running: list[Stream], faults: Faults
                 stand.proxies[f"decode-{serving[0].index}"].down.faults = faults
                 break
         assert not task.done(), "the streams were over too soon"
+        stand.gate.open()
         moment = asyncio.get_running_loop().time()
         await task
         return max(stream.pause_after(moment) for stream in running)
     finally:
+        stand.gate.open()
         await observer.close()
 
 

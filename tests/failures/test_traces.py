@@ -14,7 +14,7 @@ import pytest
 from kvrelay.v1 import router_pb2, router_pb2_grpc, types_pb2
 from router.service import GENERATE
 from tests.exact.oracle import Oracle
-from tests.failures.rig import BLOCK, Rig, rig
+from tests.failures.rig import BLOCK, HELD, Rig, rig
 from tests.otlp import PARENT, Collector, Seen, collector, traceparent
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
@@ -33,7 +33,7 @@ def spans() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def traced(model: Path, spans: Collector) -> Iterator[Rig]:
-    with rig(model, http=True, otlp=spans.url) as made:
+    with rig(model, http=True, otlp=spans.url, module=HELD) as made:
         yield made
 
 
@@ -149,6 +149,8 @@ async def over_grpc(
 ) -> tuple[list[int], types_pb2.Usage]:
     """Tokens and usage; with ``kill``, the decode workers are killed in the middle."""
     tokens: list[int] = []
+    if kill is not None:
+        kill.gate.close()
     async with grpc.aio.insecure_channel(address) as channel:
         stub = router_pb2_grpc.RouterServiceStub(channel)
         headers = tuple(trace_headers(trace).items())
@@ -157,6 +159,7 @@ async def over_grpc(
             if kill is not None and len(tokens) >= KILL_AFTER:
                 for index in range(2):
                     kill.cluster.kill("decode", index)
+                kill.gate.open()
                 kill = None
     return tokens, response.usage
 
@@ -205,6 +208,7 @@ def test_a_stream_whose_workers_were_killed_shows_every_leg(traced: Rig, spans: 
 
 def test_a_client_that_leaves_shows_how_far_the_legs_came(traced: Rig, spans: Collector) -> None:
     trace = secrets.token_hex(16)
+    traced.gate.close()
 
     async def leave() -> int:
         tokens = 0
@@ -225,6 +229,7 @@ def test_a_client_that_leaves_shows_how_far_the_legs_came(traced: Rig, spans: Co
         return bool(named(tree, "decode", "compute") and named(tree, "router", GENERATE))
 
     tree = spans.of(trace, complete)
+    traced.gate.open()
     check_tree(tree, only(tree, "router", GENERATE))
     leg, decoded = only(tree, "router", "decode leg"), only(tree, "decode", "decode")
     for span in (leg, decoded):
