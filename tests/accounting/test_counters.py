@@ -38,6 +38,12 @@ class Scraper(threading.Thread):
         self.join(60)
 
 
+def submit(served: Served, numbers: range) -> None:
+    """Those of an engine that has not started compete for its pool, however slow this thread is."""
+    for number in numbers:
+        served.submit(f"r{number}", range(number % 5, number % 5 + 9), 30)
+
+
 def test_the_counters_are_what_the_journal_adds_up_to() -> None:
     """Of every leg, those too that were aborted and whose accounts nobody got."""
     journal: list[str] = []
@@ -46,9 +52,11 @@ def test_the_counters_are_what_the_journal_adds_up_to() -> None:
         loads={"*": [MockEnd(3, after=2, times=2), MockEnd(0), MockEnd(after=3, strays=(1,))]},
         saves={"*": [MockEnd(after=5, times=2)]},
     )
-    with Served(limits(12, 4, budget=16, headroom=0), script, journal) as served:
-        for number in range(80):
-            served.submit(f"r{number}", range(number % 5, number % 5 + 9), 30)
+    served = Served(limits(12, 4, budget=16, headroom=0), script, journal)
+    submit(served, range(40))
+    with served:
+        for number in range(40, 80):
+            submit(served, range(number, number + 1))
             if number % 4 == 3:
                 served.engine.abort(f"r{number - 2}")
                 served.orders.pop(f"r{number - 2}")
@@ -83,11 +91,13 @@ def test_sums_by_source_equal_prompt_tokens_on_every_scrape() -> None:
         loads={"*": [MockEnd(3, times=2), MockEnd(0), MockEnd(after=3), MockEnd(strays=(1,))]},
         saves={"*": [MockEnd(after=5, times=2)]},
     )
-    with Served(limits(12, 4, budget=16, headroom=0), script) as served:
+    served = Served(limits(12, 4, budget=16, headroom=0), script)
+    submit(served, range(30))
+    with served:
         scraper = Scraper(registry_of(served.engine, {}, WorkerHistograms()))
         scraper.start()
-        for number in range(60):
-            served.submit(f"r{number}", range(number % 5, number % 5 + 9), 30)
+        for number in range(30, 60):
+            submit(served, range(number, number + 1))
             if number % 7 == 3:
                 served.engine.abort(f"r{number - 1}")
                 served.orders.pop(f"r{number - 1}")

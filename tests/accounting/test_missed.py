@@ -110,9 +110,10 @@ def test_the_totals_are_the_sum_of_the_legs_under_preemption_and_failure() -> No
         loads={name: [way[1]] for name, way in told.items()},
         misses={name: [way[2]] for name, way in told.items()},
     )
-    with Served(limits(12, SIZE, budget=16, headroom=0), script) as served:
-        for number, name in enumerate(names):
-            served.submit(name, range(10 * number, 10 * number + 9), 30)
+    served = Served(limits(12, SIZE, budget=16, headroom=0), script)
+    for number, name in enumerate(names):  # before it starts: they compete for its pool
+        served.submit(name, range(10 * number, 10 * number + 9), 30)
+    with served:
         served.wait(*served.orders)
         legs = [served.check(request_id) for request_id in served.orders]
         served.settle()

@@ -145,9 +145,10 @@ def test_the_journal_of_a_real_run_with_a_hundred_preemptions_repeats() -> None:
         saves={"*": [MockEnd(after=3)]},
     )
     journal: list[str] = []
-    with Served(limits(12, 4, budget=16, headroom=0), script, journal) as served:
-        for number in range(120):
-            served.submit(f"r{number}", range(number % 5, number % 5 + 7), 30)
+    served = Served(limits(12, 4, budget=16, headroom=0), script, journal)
+    for number in range(120):  # before it starts: they compete for its pool
+        served.submit(f"r{number}", range(number % 5, number % 5 + 7), 30)
+    with served:
         served.wait(*served.orders)
         for request_id in served.orders:
             served.check(request_id)
