@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -215,11 +216,13 @@ def test_expired_deadline(up: Cluster) -> None:
 
 
 def test_deadline_in_the_middle(up: Cluster) -> None:
-    error = refused(
-        up,
-        Request(token_ids=IDS, max_tokens=790, sampling=types_pb2.Sampling(ignore_eos=True)),
-        timeout=0.2,
-    )
+    """The first token comes; the decode worker stands still, so the stream cannot end before."""
+    request = Request(token_ids=IDS, max_tokens=790, sampling=types_pb2.Sampling(ignore_eos=True))
+    up.kill("decode", 0, signal.SIGSTOP)
+    try:
+        error = refused(up, request, timeout=1.0)
+    finally:
+        up.kill("decode", 0, signal.SIGCONT)
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     check_idle(up, within=5.0)
 

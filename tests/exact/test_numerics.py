@@ -8,6 +8,7 @@ SDPA; the native kernel gives the same bits on all, and then only the profiles' 
 from __future__ import annotations
 
 import random
+import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -77,7 +78,7 @@ def same_prompt_at_two_workers(up: Cluster, prompt: list[int]) -> list[Completio
         first = complete()
         (leg,) = first.usage.legs
         index = next(s.index for s in up.specs if s.role == "decode" and s.address == leg.address)
-        up.kill("decode", index)
+        up.process("decode", index).end(signal.SIGKILL)  # and it is not started again
         while any(one.healthy and one.address == leg.address for one in client.fleet().workers):
             time.sleep(0.01)
         return [first, complete()]
