@@ -16,13 +16,22 @@ from typing import Protocol
 from kvrelay.engine.core.audit import Finding, audit
 from kvrelay.engine.core.blocks import Naming
 from kvrelay.engine.core.external import Connector, Loaded, Save, TransferEvent
+from kvrelay.engine.core.foresight import NOTHING, entries_ahead
 from kvrelay.engine.core.journal import Journal
 from kvrelay.engine.core.legs import Leg, Legs, StopChecker
-from kvrelay.engine.core.plan import NO_TOKEN, Committed, EngineLimits, Plan
+from kvrelay.engine.core.plan import NO_TOKEN, Committed, EngineLimits, Entry, Plan
 from kvrelay.engine.core.request import Finish, Order
 from kvrelay.engine.core.scheduler import Scheduler
 from kvrelay.engine.core.totals import Totals
-from kvrelay.engine.core.updates import LegTrace, OutputGrammar, Sampled, Token, Update, Work
+from kvrelay.engine.core.updates import (
+    Foresee,
+    LegTrace,
+    OutputGrammar,
+    Sampled,
+    Token,
+    Update,
+    Work,
+)
 from kvrelay.engine.safe_connector import SafeConnector
 from kvrelay.engine.stepping import SteppingThread
 from kvrelay.errors import Exhausted, KvrelayError, Unavailable
@@ -39,7 +48,8 @@ class ModelRunner(Protocol):
 
     @property
     def executed_positions(self) -> int: ...
-    def execute(self, works: Sequence[Work]) -> Sequence[Sampled | None]: ...
+    def execute(self, works: Sequence[Work], foresee: Foresee) -> Sequence[Sampled | None]:
+        """Compute a step. A runner may call ``foresee`` once, while a device computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +111,8 @@ class Engine(SteppingThread):
             else Journal(limits, naming, safe.lookup, options.journal, safe.cancel)
         )
         self._legs = Legs(limits.block_size)
+        self._foreseen = NOTHING  # while a device computed the last step
+        self._works: dict[Entry, Work] = {}
         self._steps = 0
         self._load = self._measure()
 
@@ -154,7 +166,7 @@ class Engine(SteppingThread):
     def _step(self) -> bool:
         for event in self._connector.poll():
             self._take_event(event)
-        plan = self._scheduler.schedule()
+        plan = self._scheduler.schedule(self._foreseen)
         self._begin(plan)
         sampled = self._execute(plan)
         committed = self._scheduler.commit(plan, [_committed(item) for item in sampled])
@@ -202,15 +214,26 @@ class Engine(SteppingThread):
             self._connector.save(save)
 
     def _execute(self, plan: Plan) -> Sequence[Sampled | None]:
+        self._foreseen = NOTHING
         if not plan.entries:
             return []
         self._steps += 1
         begun, before = time.monotonic(), self._runner.executed_positions
-        works = [self._legs[entry.request.id].work(entry) for entry in plan.entries]
-        sampled = self._runner.execute(works)
+        works = [self._works.get(entry) or self._work(entry) for entry in plan.entries]
+        self._works = {}
+        sampled = self._runner.execute(works, lambda: self._foresee(plan))
         positions = self._runner.executed_positions - before
         self._options.on_step(time.monotonic() - begun, len(works), positions)
         return sampled
+
+    def _work(self, entry: Entry) -> Work:
+        return self._legs[entry.request.id].work(entry)
+
+    def _foresee(self, plan: Plan) -> Sequence[Work]:
+        """See ``Foresee``."""
+        self._foreseen = entries_ahead(plan, self._limits.block_size)
+        self._works = {entry: self._work(entry) for entry in self._foreseen.values()}
+        return list(self._works.values())
 
     def _report(self, committed: Committed, sampled: Sequence[Sampled]) -> None:
         now = time.monotonic()
@@ -292,6 +315,7 @@ class Engine(SteppingThread):
         """
         log.error("a step failed; its requests are ended", exc_info=error)
         plan = self._scheduler.discard()
+        self._foreseen = NOTHING
         failed = self._legs.ids
         if plan is not None and plan.entries:
             failed = [entry.request.id for entry in plan.entries]

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvrelay.engine.attention.backend import AttentionStep
-from kvrelay.engine.attention.batch import Batch, pack
+from kvrelay.engine.attention.batch import Batch, Packer
 from kvrelay.engine.attention.choice import choose_attention
 from kvrelay.engine.attention.flash_backend import FlashBackend
 from kvrelay.engine.attention.pool import KVPool
 from kvrelay.engine.attention.triton_backend import TritonBackend
-from kvrelay.engine.core.updates import Sampled, Work
+from kvrelay.engine.core.updates import Foresee, Sampled, Work
 from kvrelay.engine.graphs import CudaGraphs, DecodeGraphs, GraphLimits, GraphRuntime
 from kvrelay.engine.model.forward import CausalModel
 from kvrelay.engine.model.fused_decoder import FusedDecoder, forward_for
@@ -75,6 +75,7 @@ class Runner:
             self._sampler = DeviceSampler(loaded.device, loaded.info.vocab_size)
         if isinstance(self._backend, TritonBackend) and graphs is not None:
             self._open_graphs(self._backend, graphs)
+        self._packer = Packer(block_size)
         self._executed = 0
 
     @property
@@ -112,18 +113,19 @@ class Runner:
         """Positions computed since the start: the runner's own count (invariant I5)."""
         return self._executed
 
-    def execute(self, works: Sequence[Work]) -> list[Sampled | None]:
+    def execute(self, works: Sequence[Work], foresee: Foresee = lambda: ()) -> list[Sampled | None]:
         """Compute all works in one forward pass; ``None`` for works that do not sample.
 
+        While a device computes, works of the next step are foreseen, and their tables are made.
         Memory that runs out is an error of the step. An error of the accelerator is ``DeviceLost``:
         CUDA repeats it at every later call of the process.
         """
         try:
-            return self._execute(works)
+            return self._execute(works, foresee)
         except torch.AcceleratorError as error:
             raise DeviceLost(str(error)) from error
 
-    def _execute(self, works: Sequence[Work]) -> list[Sampled | None]:
+    def _execute(self, works: Sequence[Work], foresee: Foresee) -> list[Sampled | None]:
         answers: list[Sampled | None] = [None] * len(works)
         if not works:
             return answers
@@ -132,7 +134,7 @@ class Runner:
             samples = computed.batch.samples
             made = masks()
             arranged = None if made is None else made.arranged(samples)
-            chosen = self._choose(computed, [works[index] for index in samples], arranged)
+            chosen = self._choose(computed, [works[index] for index in samples], arranged, foresee)
         self.pool.computed()
         self._executed += sum(work.count for work in works)
         for index, sampled in zip(samples, chosen, strict=True):
@@ -143,7 +145,7 @@ class Runner:
         """Store the KV of all works, and compute the logits of the rows that sample."""
         if self._threads is not None and torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)  # OpenMP keeps it per thread
-        batch = pack(works, self.pool.shape.block_size)
+        batch = self._packer.pack(works)
         plan = None
         if self._sampler is not None:
             plan = self._sampler.plan([works[index] for index in batch.samples], batch.samples)
@@ -173,10 +175,20 @@ class Runner:
             self.graphs_reason = f"{type(error).__name__}: {error}"
 
     def _choose(
-        self, computed: Computed, works: Sequence[Work], masks: GrammarMasks | None
+        self,
+        computed: Computed,
+        works: Sequence[Work],
+        masks: GrammarMasks | None,
+        foresee: Foresee = lambda: (),
     ) -> list[Sampled]:
         if self._sampler is None or computed.plan is None:
             return sample(computed.logits, works, masks)
         if not works:
             return []
-        return self._sampler.sample(computed.logits, computed.plan, computed.words, masks)
+        return self._sampler.sample(
+            computed.logits,
+            computed.plan,
+            computed.words,
+            masks,
+            lambda: self._packer.foresee(foresee()),
+        )

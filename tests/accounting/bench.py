@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from kvrelay.engine.core.audit import audit
 from kvrelay.engine.core.blocks import Naming
 from kvrelay.engine.core.external import Load, Query, Save
+from kvrelay.engine.core.foresight import NOTHING, Foreseen
 from kvrelay.engine.core.plan import EngineLimits, Plan
 from kvrelay.engine.core.request import Finish, Order, Request, RequestState
 from kvrelay.engine.core.scheduler import Cancel, Lookup, Scheduler
@@ -82,9 +83,9 @@ class Bench:
         self.finish(plan)
         return plan
 
-    def begin(self) -> Plan:
+    def begin(self, foreseen: Foreseen = NOTHING) -> Plan:
         """Plan a step; what is outside starts."""
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(foreseen)
         assert sum(entry.count for entry in plan.entries) <= self.bounds.max_num_batched_tokens
         assert len(self.scheduler.running) + self.scheduler.loading <= self.bounds.max_num_seqs
         residents = [request for request in self.requests if request.residency is not None]

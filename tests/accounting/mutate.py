@@ -24,6 +24,7 @@ TESTS = (
     "tests/accounting/test_core.py",
     "tests/accounting/test_saves.py",
     "tests/accounting/test_missed.py",
+    "tests/accounting/test_foresight.py",
     "tests/accounting/test_undisturbed.py",
     "tests/accounting/test_liveness.py",
     "tests/accounting/test_thrashing.py",

@@ -46,6 +46,10 @@ def _plan(name: str, old: str, new: str) -> Mutation:
     return Mutation(name, "kvrelay.engine.core.plan", old, new)
 
 
+def _foresight(name: str, old: str, new: str) -> Mutation:
+    return Mutation(name, "kvrelay.engine.core.foresight", old, new)
+
+
 def _usage(name: str, old: str, new: str) -> Mutation:
     return Mutation(name, "kvrelay.engine.core.usage", old, new)
 
@@ -425,7 +429,7 @@ MUTATIONS = (
         "            if True:\n",
     ),
     # --- loads and saves ---
-    _scheduler(
+    _request(
         "the epoch of an event is not looked at",
         "residency is not None and residency.admission.epoch == epoch",
         "residency is not None",
@@ -518,15 +522,45 @@ MUTATIONS = (
         "blocks that a load holds count as returned", "return key not in self.loads", "return True"
     ),
     # --- a step and its commit ---
-    _scheduler(
+    _plan(
         "a step starts where the admission did",
-        "resident.admission.epoch, resident.computed, count, samples)",
-        "resident.admission.epoch, resident.admission.hit, count, samples)",
+        "resident.admission.epoch, resident.computed, count, count == work)",
+        "resident.admission.epoch, resident.admission.hit, count, count == work)",
+    ),
+    _plan(
+        "every entry samples",
+        "resident.computed, count, count == work)",
+        "resident.computed, count, True)",
+    ),
+    _foresight(
+        "a chunk is foreseen to be the last",
+        "if not entry.samples or not request.resides(",
+        "if not request.resides(",
+    ),
+    _foresight(
+        "a request that has ended is foreseen",
+        "not entry.samples or not request.resides(entry.epoch, RequestState.RUNNING)",
+        "not entry.samples",
+    ),
+    _foresight(
+        "a block that is not there is foreseen",
+        "start < len(request.resident.blocks) * block_size",
+        "start <= len(request.resident.blocks) * block_size",
+    ),
+    _foresight(
+        "the position that was computed is foreseen",
+        "Entry(request, entry.epoch, start, 1, True)",
+        "Entry(request, entry.epoch, start - 1, 1, True)",
     ),
     _scheduler(
-        "every entry samples",
-        "samples = count == request.work",
-        "samples = True",
+        "a full block goes without a name",
+        "residency.computed // size > entry.start // size:",
+        "residency.computed // size > entry.start // size + 1:",
+    ),
+    _scheduler(
+        "a tail is not saved",
+        "if last or residency.computed // size",
+        "if residency.computed // size",
     ),
     _scheduler(
         "named before the commit",
@@ -545,7 +579,7 @@ MUTATIONS = (
     ),
     _scheduler(
         "committed to whoever has the id now",
-        "            if _resides(entry.request, entry.epoch, RequestState.RUNNING):\n",
+        "            if entry.request.resides(entry.epoch, RequestState.RUNNING):\n",
         "            if entry.request.residency is not None or not self.requests:\n",
     ),
     _scheduler("a commit of any plan", "if plan is not self._plan or len(", "if len("),
@@ -642,12 +676,12 @@ MUTATIONS = (
     ),
     _scheduler(
         "short prefills before long ones",
-        "key=lambda request: request.work > 1)",
-        "key=lambda request: request.work)",
+        "key=lambda one: one not in foreseen and one.work > 1)",
+        "key=lambda one: one.work)",
     ),
     _scheduler(
         "prefills before decodes",
-        "sorted(ready, key=lambda request: request.work > 1)",
+        "sorted(ready, key=lambda one: one not in foreseen and one.work > 1)",
         "ready",
     ),
     _scheduler(

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 )
 
 from kvrelay.engine.core.external import Query
+from kvrelay.engine.core.foresight import NOTHING, Foreseen, entries_ahead
 from kvrelay.engine.core.plan import EngineLimits, Plan
 from kvrelay.engine.core.request import Order
 from kvrelay.engine.core.usage import leg_tokens
@@ -32,6 +33,7 @@ class Life(RuleBasedStateMachine):
 
     bench: Bench
     plan: Plan | None = None
+    foreseen: Foreseen = NOTHING
     answers: tuple[int | None, ...] = ()
     wasted = 0
 
@@ -99,7 +101,8 @@ class Life(RuleBasedStateMachine):
     @rule(answers=st.lists(ANSWERS, max_size=8))
     def schedule(self, answers: list[int | None]) -> None:
         self.answers = tuple(answers)
-        self.plan = self.bench.begin()
+        self.plan = self.bench.begin(self.foreseen)
+        self.foreseen = NOTHING
 
     @precondition(lambda self: self.plan is not None)
     @rule()
@@ -115,9 +118,16 @@ class Life(RuleBasedStateMachine):
 
     @precondition(lambda self: self.plan is not None)
     @rule()
+    def foresee(self) -> None:
+        assert self.plan is not None
+        self.foreseen = entries_ahead(self.plan, self.bench.bounds.block_size)
+
+    @precondition(lambda self: self.plan is not None)
+    @rule()
     def discard(self) -> None:
         assert self.bench.scheduler.discard() is self.plan
         self.plan = None
+        self.foreseen = NOTHING
 
     @precondition(lambda self: self.bench.loads)
     @rule(place=st.integers(0, 7), valid=st.integers(-2, 70))

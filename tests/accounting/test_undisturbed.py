@@ -11,7 +11,7 @@ from kvrelay.connector.mock import MockConnector, MockEnd, Script
 from kvrelay.engine.core.audit import audit
 from kvrelay.engine.core.plan import Plan
 from kvrelay.engine.core.request import Admission, Order, Request, Run
-from kvrelay.engine.core.updates import Admitted, Ended, Sampled, Token, Update, Work
+from kvrelay.engine.core.updates import Admitted, Ended, Foresee, Sampled, Token, Update, Work
 from kvrelay.engine.core.usage import computed_positions, leg_tokens
 from kvrelay.engine.engine import Engine
 from kvrelay.sampling import Sampling
@@ -172,9 +172,9 @@ class Watched(ChainRunner):
     def deliver(self, updates: Sequence[tuple[str, Update]]) -> None:
         self.updates += updates
 
-    def execute(self, works: Sequence[Work]) -> list[Sampled | None]:
+    def execute(self, works: Sequence[Work], foresee: Foresee = lambda: ()) -> list[Sampled | None]:
         self.told.append({name for name, update in self.updates if isinstance(update, Admitted)})
-        return super().execute(works)
+        return super().execute(works, foresee)
 
     def of(self, name: str) -> list[Update]:
         return [update for request_id, update in self.updates if request_id == name]

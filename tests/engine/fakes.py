@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from kvrelay.engine.core.blocks import Naming
 from kvrelay.engine.core.external import Load
 from kvrelay.engine.core.plan import EngineLimits, Entry, Plan
-from kvrelay.engine.core.updates import Ended, Sampled, Work
+from kvrelay.engine.core.updates import Ended, Foresee, Sampled, Work
 
 VOCABULARY = 97
 LIMITS = EngineLimits(
@@ -86,7 +86,7 @@ class ChainRunner:
         self.slots: list[list[bytes | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.executed_positions = 0
 
-    def execute(self, works: Sequence[Work]) -> list[Sampled | None]:
+    def execute(self, works: Sequence[Work], foresee: Foresee = lambda: ()) -> list[Sampled | None]:
         return [self._one(work) for work in works]
 
     def plan(self, plan: Plan) -> list[int | None]:

@@ -14,6 +14,7 @@ from kvrelay.engine.core.request import Order
 from kvrelay.engine.core.updates import (
     Admitted,
     Failed,
+    Foresee,
     Sampled,
     Token,
     Update,
@@ -40,11 +41,11 @@ class Breaking(ChainRunner):
         super().__init__(LIMITS.num_blocks, LIMITS.block_size)
         self.length: int | None = length
 
-    def execute(self, works: Sequence[Work]) -> list[Sampled | None]:
+    def execute(self, works: Sequence[Work], foresee: Foresee = lambda: ()) -> list[Sampled | None]:
         if any(len(work.tokens) == self.length for work in works):
             self.length = None
             raise RuntimeError("the model broke")
-        return super().execute(works)
+        return super().execute(works, foresee)
 
 
 class Raising(NoConnector):
@@ -155,8 +156,8 @@ class Tokenless(ChainRunner):
         super().__init__(LIMITS.num_blocks, LIMITS.block_size)
         self.length = length
 
-    def execute(self, works: Sequence[Work]) -> list[Sampled | None]:
-        sampled = super().execute(works)
+    def execute(self, works: Sequence[Work], foresee: Foresee = lambda: ()) -> list[Sampled | None]:
+        sampled = super().execute(works, foresee)
         for number, work in enumerate(works):
             if work.tokens[0] == BAD[0] and work.start + work.count == self.length:
                 sampled[number] = Sampled(0, error=Rejected("grammar", "is too complex"))
@@ -195,7 +196,7 @@ def test_a_model_that_breaks_ends_the_requests_of_its_step() -> None:
 class Losing(ChainRunner):
     """Its device reports an error that stays."""
 
-    def execute(self, works: Sequence[Work]) -> list[Sampled | None]:
+    def execute(self, works: Sequence[Work], foresee: Foresee = lambda: ()) -> list[Sampled | None]:
         raise DeviceLost("CUDA error: an illegal memory access was encountered")
 
 

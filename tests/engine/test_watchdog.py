@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from kvrelay.connector.none import NoConnector
 from kvrelay.engine.core.request import Order
-from kvrelay.engine.core.updates import Ended, Failed, Sampled, Update, Work
+from kvrelay.engine.core.updates import Ended, Failed, Foresee, Sampled, Update, Work
 from kvrelay.engine.engine import Engine, EngineOptions
 from kvrelay.engine.watchdog import TURNS, Watchdog
 from kvrelay.sampling import Sampling
@@ -25,10 +25,10 @@ class Hanging(ChainRunner):
         self.length = length
         self.goes_on = threading.Event()
 
-    def execute(self, works: Sequence[Work]) -> list[Sampled | None]:
+    def execute(self, works: Sequence[Work], foresee: Foresee = lambda: ()) -> list[Sampled | None]:
         if any(len(work.tokens) == self.length for work in works):
             assert self.goes_on.wait(PATIENCE)
-        return super().execute(works)
+        return super().execute(works, foresee)
 
 
 @contextmanager

@@ -91,28 +91,66 @@ def no_works() -> Batch:
 
 
 def pack(works: Sequence[Work], block_size: int) -> Batch:
-    """Pack the works for one forward pass over a pool of such blocks."""
-    order = sorted(range(len(works)), key=lambda index: _rank(works[index]))
-    packed = [works[index] for index in order]
-    tables = [_table(work, block_size) for work in packed]
-    spans = np.empty((len(works), 4), np.int64)
-    spans[:, 1] = [work.start for work in packed]
-    spans[:, 2] = [work.count for work in packed]
-    ends = np.cumsum(spans[:, 2])
-    spans[:, 0] = ends - spans[:, 2]
-    sizes = np.array([len(table) for table in tables], np.int64)
-    spans[:, 3] = np.cumsum(sizes) - sizes
-    tokens = chain.from_iterable(w.tokens[w.start : w.start + w.count] for w in packed)
-    sampling = [place for place, work in enumerate(packed) if work.sampling is not None]
-    return Batch(
-        spans=spans,
-        blocks=np.fromiter(chain.from_iterable(tables), np.int32, int(sizes.sum())),
-        decodes=sum(map(is_decode, packed)),
-        tokens=np.fromiter(tokens, np.int64, int(ends[-1])),
-        positions=positions_of(spans),
-        logit_rows=ends[sampling] - 1,
-        samples=tuple(order[place] for place in sampling),
-    )
+    """Pack the works of one step, none of which was foreseen."""
+    return Packer(block_size).pack(works)
+
+
+class Packer:
+    """Packs the works of step after step over a pool of blocks of one size.
+
+    The block tables of works that are foreseen are made before their step.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._foreseen: dict[int, tuple[Work, NDArray[np.int32]]] = {}  # by the work's identity
+
+    def foresee(self, works: Sequence[Work]) -> None:
+        """Expect works, whose blocks do not change before the next step."""
+        self._foreseen = {id(work): (work, np.array(self._table(work), np.int32)) for work in works}
+
+    def pack(self, works: Sequence[Work]) -> Batch:
+        """Pack the works for one forward pass."""
+        order = sorted(range(len(works)), key=lambda index: _rank(works[index]))
+        packed = [works[index] for index in order]
+        blocks, sizes = self._tables(packed)
+        spans = np.empty((len(works), 4), np.int64)
+        spans[:, 1] = [work.start for work in packed]
+        spans[:, 2] = [work.count for work in packed]
+        ends = np.cumsum(spans[:, 2])
+        spans[:, 0] = ends - spans[:, 2]
+        spans[:, 3] = np.cumsum(sizes) - sizes
+        tokens = chain.from_iterable(w.tokens[w.start : w.start + w.count] for w in packed)
+        sampling = [place for place, work in enumerate(packed) if work.sampling is not None]
+        return Batch(
+            spans=spans,
+            blocks=blocks,
+            decodes=sum(map(is_decode, packed)),
+            tokens=np.fromiter(tokens, np.int64, int(ends[-1])),
+            positions=positions_of(spans),
+            logit_rows=ends[sampling] - 1,
+            samples=tuple(order[place] for place in sampling),
+        )
+
+    def _tables(self, works: Sequence[Work]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """The block tables one behind another, and the size of each."""
+        if not self._foreseen:
+            tables = [self._table(work) for work in works]
+            sizes = np.array([len(table) for table in tables], np.int64)
+            return np.fromiter(chain.from_iterable(tables), np.int32, int(sizes.sum())), sizes
+        made = [self._made(work) for work in works]
+        return np.concatenate(made), np.array([table.size for table in made], np.int64)
+
+    def _made(self, work: Work) -> NDArray[np.int32]:
+        known = self._foreseen.get(id(work))
+        return np.array(self._table(work), np.int32) if known is None else known[1]
+
+    def _table(self, work: Work) -> Sequence[int]:
+        """The blocks that the work reads."""
+        used = -(-(work.start + work.count) // self._block_size)
+        if len(work.blocks) < used:
+            raise ValueError(f"a table of {len(work.blocks)} blocks does not cover {used}")
+        return work.blocks[:used]
 
 
 def _on(array: NDArray[np.int64], device: torch.device) -> torch.Tensor:
@@ -137,10 +175,3 @@ def positions_of(spans: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _rank(work: Work) -> tuple[bool, int]:
     return (not is_decode(work), -work.start)
-
-
-def _table(work: Work, block_size: int) -> Sequence[int]:
-    used = -(-(work.start + work.count) // block_size)
-    if len(work.blocks) < used:
-        raise ValueError(f"a table of {len(work.blocks)} blocks does not cover {used}")
-    return work.blocks[:used]

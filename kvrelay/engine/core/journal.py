@@ -15,6 +15,7 @@ from dataclasses import asdict
 
 from kvrelay.engine.core.blocks import Naming
 from kvrelay.engine.core.external import Load, Query, Save
+from kvrelay.engine.core.foresight import NOTHING, Foreseen
 from kvrelay.engine.core.plan import Committed, EngineLimits, Plan
 from kvrelay.engine.core.request import Finish, Order, Request, RequestState
 from kvrelay.engine.core.scheduler import Cancel, Lookup, Scheduler
@@ -61,8 +62,8 @@ class Journal(Scheduler):
         self._note("abort", given, {"ended": _ended([] if request is None else [request])})
         return request
 
-    def schedule(self) -> Plan:
-        plan = super().schedule()
+    def schedule(self, foreseen: Foreseen = NOTHING) -> Plan:
+        plan = super().schedule(foreseen)
         if self._answers or not is_empty(plan):
             self._note("schedule", {}, describe_plan(plan))
         return plan

@@ -61,6 +61,13 @@ class Entry:
     count: int
     samples: bool
 
+    @classmethod
+    def of(cls, request: Request, budget: int) -> Entry:
+        """The next entry of a running request, of ``budget`` positions at most."""
+        work, resident = request.work, request.resident
+        count = min(work, budget)
+        return cls(request, resident.admission.epoch, resident.computed, count, count == work)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

@@ -165,6 +165,11 @@ class Request:
             return len(self.order.tokens)
         return stored_positions(self.order.prompt_len, self.order.max_tokens)
 
+    def resides(self, epoch: int, state: RequestState) -> bool:
+        """Whether ``epoch`` is that of the current residency, in this state."""
+        residency = self.residency
+        return self.state is state and residency is not None and residency.admission.epoch == epoch
+
     def need(self, count: int, block_size: int) -> int:
         """D1, the only formula for blocks: those to take before computing ``count`` positions."""
         resident = self.resident

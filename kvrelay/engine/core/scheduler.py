@@ -17,6 +17,7 @@ from itertools import islice
 
 from kvrelay.engine.core.blocks import BlockPool, Naming
 from kvrelay.engine.core.external import BlockContent, Load, Query, Save
+from kvrelay.engine.core.foresight import NOTHING, Foreseen
 from kvrelay.engine.core.plan import NO_TOKEN, Committed, EngineLimits, Entry, Output, Plan
 from kvrelay.engine.core.request import Admission, Finish, Order, Request, RequestState, Residency
 from kvrelay.engine.core.usage import computed_positions
@@ -80,24 +81,22 @@ class Scheduler:
             self._finish(request, finish)
         return request
 
-    def schedule(self) -> Plan:
-        """The next step. Its ``commit`` comes before the next ``schedule``."""
+    def schedule(self, foreseen: Foreseen = NOTHING) -> Plan:
+        """The next step. Its ``commit`` comes before the next ``schedule``.
+
+        ``foreseen`` are ``entries_ahead`` of the last plan, if that was committed: the step is the
+        same without them, and takes longer to plan.
+        """
         if self._plan is not None:
             raise RuntimeError("schedule() before commit() of the last plan")
         self._named = 0
         self._unnamed = False
-        preempted, ready = self._make_room()
-        entries = self._share_budget(ready)
+        preempted, ready = self._make_room(foreseen)
+        entries = self._share_budget(ready, foreseen)
         budget = self.limits.max_num_batched_tokens - sum(entry.count for entry in entries)
         admitted, loads, saves = self._admit(budget) if not preempted else ([], [], [])
-        self._plan = Plan(
-            tuple(entries + admitted),
-            tuple(loads),
-            tuple(saves),
-            tuple(preempted),
-            self._named,
-            self._unnamed,
-        )
+        parts = tuple(entries + admitted), tuple(loads), tuple(saves), tuple(preempted)
+        self._plan = Plan(*parts, self._named, self._unnamed)
         return self._plan
 
     def commit(self, plan: Plan, sampled: Sequence[int | None]) -> Committed:
@@ -109,11 +108,10 @@ class Scheduler:
         saves: list[Save] = []
         executed = recomputed = 0
         for entry, token in zip(plan.entries, sampled, strict=True):
-            if _resides(entry.request, entry.epoch, RequestState.RUNNING):
+            if entry.request.resides(entry.epoch, RequestState.RUNNING):
                 executed += entry.count
-                recomputed += computed_positions(
-                    entry.request.runs, entry.start, entry.start + entry.count
-                )
+                stop = entry.start + entry.count
+                recomputed += computed_positions(entry.request.runs, entry.start, stop)
                 self._advance(entry, token, outputs, saves)
         return Committed(tuple(outputs), tuple(saves), executed, recomputed)
 
@@ -127,7 +125,7 @@ class Scheduler:
         """A load ended with ``valid`` leading tokens; returns its request, which now runs."""
         self.pool.drop(self.loads.pop((request_id, epoch), ()))
         request = self.requests.get(request_id)
-        if request is None or not _resides(request, epoch, RequestState.LOADING):
+        if request is None or not request.resides(epoch, RequestState.LOADING):
             self.late_events += 1
             return None
         self._settle(request, valid)
@@ -143,7 +141,7 @@ class Scheduler:
 
     # --- schedule -------------------------------------------------------------------------------
 
-    def _make_room(self) -> tuple[list[Request], list[Request]]:
+    def _make_room(self, foreseen: Foreseen) -> tuple[list[Request], list[Request]]:
         """Give every running request its blocks, oldest first; preempt the newest for them.
 
         The newest resident is preempted, whether it runs or loads; only the newest itself waits.
@@ -156,7 +154,9 @@ class Scheduler:
         for request in tuple(self.running):
             if request in preempted:
                 break  # and so are all newer ones
-            missing = request.need(request.work, self.limits.block_size)
+            missing = 0
+            if request not in foreseen:
+                missing = request.need(request.work, self.limits.block_size)
             while missing > len(self.pool.free) and returned:
                 newest = max(self._residents())
                 if newest is request:
@@ -183,13 +183,13 @@ class Scheduler:
         self.preemptions += 1
         return self._release(request, RequestState.WAITING)
 
-    def _share_budget(self, ready: list[Request]) -> list[Entry]:
+    def _share_budget(self, ready: list[Request], foreseen: Foreseen) -> list[Entry]:
         """Requests that decode come first, so that prefills never starve them."""
         budget = self.limits.max_num_batched_tokens
         entries: list[Entry] = []
-        for request in sorted(ready, key=lambda request: request.work > 1):
+        for request in sorted(ready, key=lambda one: one not in foreseen and one.work > 1):
             if budget > 0:
-                entries.append(_entry(request, budget))
+                entries.append(foreseen.get(request) or Entry.of(request, budget))
                 budget -= entries[-1].count
         return entries
 
@@ -237,7 +237,7 @@ class Scheduler:
             if external:
                 loads.append(self._load(request))
             else:
-                entries.append(_entry(request, budget))
+                entries.append(Entry.of(request, budget))
                 budget -= entries[-1].count
         return entries, loads, saves
 
@@ -310,9 +310,11 @@ class Scheduler:
     ) -> None:
         request, residency = entry.request, entry.request.resident
         residency.computed += entry.count
-        self._name(request, entry.start, residency.computed)
+        size = self.limits.block_size
         last = entry.samples and request.order.prefill_only
-        saves += self._save(request, entry.start, residency.computed, tail=last)
+        if last or residency.computed // size > entry.start // size:
+            self._name(request, entry.start, residency.computed)
+            saves += self._save(request, entry.start, residency.computed, tail=last)
         if not entry.samples or token == NO_TOKEN:
             return
         if token is None:
@@ -385,16 +387,3 @@ class Scheduler:
         if key in self.loads and self._cancel(*key):
             self.pool.drop(self.loads.pop(key))
         return key not in self.loads
-
-
-def _resides(request: Request, epoch: int, state: RequestState) -> bool:
-    """Whether ``epoch`` is that of the request's current residency, in this state."""
-    residency = request.residency
-    return request.state is state and residency is not None and residency.admission.epoch == epoch
-
-
-def _entry(request: Request, budget: int) -> Entry:
-    count = min(request.work, budget)
-    samples = count == request.work
-    resident = request.resident
-    return Entry(request, resident.admission.epoch, resident.computed, count, samples)

@@ -6,7 +6,7 @@ or ``Failed`` is the last one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, Self
@@ -44,9 +44,10 @@ class Work:
 
     ``tokens`` are all token ids of the sequence (prompt, then output) and ``blocks`` its block
     table, covering ``start + count`` positions at least; both are live lists of the scheduler,
-    read during the step and never kept. The KV of ``[0, start)`` is valid in the table's blocks.
-    With ``sampling``, sample the token at position ``start + count``; for penalties and
-    ``min_tokens`` the output begins at ``prompt_len``. That token follows from ``grammar``, if any.
+    read in the step or the one before, and not kept longer. The KV of ``[0, start)`` is valid in
+    the table's blocks. With ``sampling``, sample the token at position ``start + count``; for
+    penalties and ``min_tokens`` the output begins at ``prompt_len``. That token follows from
+    ``grammar``, if any.
     """
 
     tokens: Sequence[int]
@@ -56,6 +57,13 @@ class Work:
     prompt_len: int
     sampling: Sampling | None
     grammar: OutputGrammar | None = None
+
+
+Foresee = Callable[[], Sequence[Work]]
+"""Plans the next step while a device computes this one: works that it will have, as far as known.
+
+Their lists are then as they are now. Works of requests that end before are left out.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ The tokens are those of ``sampling.sampler`` for the same logits; only the funct
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,10 +104,12 @@ class DeviceSampler:
         plan: SamplingPlan,
         words: Sequence[torch.Tensor],
         masks: GrammarMasks | None = None,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> list[Sampled]:
         """One token for each row of logits [R, vocab]; ``words`` are those of the plan.
 
-        The table is the only thing that is read back, once.
+        The table is the only thing that is read back, once. ``meanwhile`` is called before that,
+        when all is launched.
         """
         drawn, numbers, *changes, restricted = words
         if masks is not None:
@@ -128,7 +130,9 @@ class DeviceSampler:
         if masks is not None:
             table.append(final[restricted.long()].amax(-1).view(torch.int32))
         table += self._reports(logits, tokens, plan)
-        return plan.read(torch.cat(table).cpu().numpy(), masks)
+        joined = torch.cat(table)
+        meanwhile()
+        return plan.read(joined.cpu().numpy(), masks)
 
     def _filters(self, numbers: torch.Tensor, plan: SamplingPlan) -> Filters:
         floats = numbers.view(torch.float32)

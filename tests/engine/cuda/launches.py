@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 
 from kvrelay.engine.attention import pool
 from kvrelay.engine.attention.native.build import compiler
-from kvrelay.engine.core.updates import Work
+from kvrelay.engine.core.updates import Foresee, Work
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.decoder_weights import extract_weights
 from kvrelay.engine.model.loading import LoadedModel, ModelInfo
@@ -217,8 +217,11 @@ def main(kind: str, backend: str) -> None:
                 with torch.no_grad(), step:
                     computed = runner.compute(asked)
                     before = step.launched.total()
-                    runner._choose(computed, [asked[n] for n in computed.batch.samples], None)
+                    sampling_works = [asked[n] for n in computed.batch.samples]
+                    seen: list[tuple[int, int]] = []
+                    runner._choose(computed, sampling_works, None, _noting(step, seen))
                 runner._forward = own
+                assert seen == [(step.launched.total(), 0)], "planned before all was launched"
                 assert not step.waited, step.waited
                 assert not inner.inside, inner.inside
                 chosen = step.launched.total() - before
@@ -229,6 +232,16 @@ def main(kind: str, backend: str) -> None:
         a_layer = (five - two) / 3
         told = {"layer": a_layer, "rest": two - 2 * a_layer, "sampling": sampling_launches}
         print(json.dumps({"step": name, "up": up, "down": down, **told}))
+
+
+def _noting(step: Count, seen: list[tuple[int, int]]) -> Foresee:
+    """Notes, when the next step is foreseen, what was launched and what was read back."""
+
+    def foresee() -> list[Work]:
+        seen.append((step.launched.total(), step.copied["down"]))
+        return []
+
+    return foresee
 
 
 def _passed_to(count: Count) -> Callable[..., None]:
