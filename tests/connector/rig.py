@@ -22,6 +22,9 @@ from kvstore.client.memory import MemoryStore, forget
 
 B = 4
 WAIT = 10.0
+PATIENT = ConnectorOptions(lookup_seconds=20, load_seconds=20, save_seconds=20)
+"""A slow machine is not what is tested."""
+
 SPACE = Namespace("m", "r", "float32", "block-major", B)
 _NUMBERS = itertools.count()
 
@@ -162,6 +165,7 @@ class Worker:
     ) -> None:
         self.pool = FakePool(host)
         self.namer = Namer(space, digest)
+        options = options or PATIENT
         self.connector = StoreConnector(store, self.namer, space, self.pool, options, clock)
         self.news = threading.Condition()
         self.events: list[TransferEvent] = []

@@ -17,7 +17,6 @@ from typing import cast
 import pytest
 
 from kvrelay.block import Namer, Namespace
-from kvrelay.connector.context import ConnectorOptions
 from kvrelay.connector.counters import ConnectorCounters
 from kvrelay.connector.store import StoreConnector
 from kvrelay.engine.core.blocks import Naming
@@ -28,12 +27,12 @@ from kvrelay.sampling import Sampling
 from kvstore import Store, connect
 from kvstore.client.memory import MemoryStore, forget
 from tests.accounting.bench import limits
+from tests.connector.rig import PATIENT
 from tests.engine.fakes import ChainRunner, answer
 from tests.kvstore.conftest import ready, stop
 
 B, BLOCKS, TIMEOUT = 4, 8, 60.0
 REQUESTS = 150
-PATIENT = ConnectorOptions(lookup_seconds=20, load_seconds=20, save_seconds=20)
 SERVICE = """
 import hashlib, sys
 from kvstore import claims

@@ -21,7 +21,7 @@ from kvrelay.v1 import store_pb2 as pb
 from kvstore import connect
 from kvstore.client import remote
 from kvstore.client.remote import RemoteStore
-from tests.connector.rig import B, Worker, blocks_for
+from tests.connector.rig import PATIENT, B, Worker, blocks_for
 from tests.connector.test_store import saved
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.disk.rig import until
@@ -32,7 +32,6 @@ from tests.kvstore.rig import arena_in
 COUNT = 3
 TOKENS = tuple(range(100, 100 + COUNT * B))
 HEADER = header_bytes(B, 1)
-PATIENT = ConnectorOptions(lookup_seconds=20, load_seconds=20, save_seconds=20)
 SIGNED = replace(PATIENT, key=BlockKey(b"f" * 32))
 STRANGER = replace(PATIENT, key=BlockKey(b"s" * 32))
 

@@ -14,7 +14,6 @@ from kvrelay.block import HeadRange, Namer, Namespace
 from kvrelay.block.header import header_bytes
 from kvrelay.block.mac import BlockKey
 from kvrelay.block.verify import verify_block
-from kvrelay.connector.context import ConnectorOptions
 from kvrelay.connector.geometry import Geometry
 from kvrelay.connector.store import StoreConnector
 from kvrelay.engine.attention.pool import KVPool, PoolShape
@@ -23,11 +22,10 @@ from kvrelay.errors import Corrupt, Rejected
 from kvrelay.usage import Miss
 from kvstore import GetResult, Want, connect
 from kvstore.client.memory import MemoryStore, forget
-from tests.connector.rig import WAIT
+from tests.connector.rig import PATIENT, WAIT
 from tests.kvstore.conftest import start_service, stop
 
 KEYS = {"plain": None, "signed": BlockKey(b"f" * 32)}
-PATIENT = ConnectorOptions(lookup_seconds=20.0, load_seconds=20.0, save_seconds=20.0)
 SHAPES = [
     PoolShape(8, 2, 1, 1, 8, "float32"),  # blocks of one position, one head
     PoolShape(8, 2, 4, 3, 5, "float16"),  # heads of an odd number of bytes

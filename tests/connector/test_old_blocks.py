@@ -14,7 +14,6 @@ import xxhash
 
 from kvrelay.block import Namer
 from kvrelay.block.header import VERSION
-from kvrelay.connector.context import ConnectorOptions
 from kvrelay.engine.core.external import Loaded, Saved
 from kvrelay.errors import Corrupt, Rejected
 from kvrelay.usage import Miss
@@ -25,13 +24,12 @@ from kvstore.client.memory import forget
 from kvstore.client.verify import verify_blocks
 from kvstore.disk.directory import FORMAT, DiskDirectory
 from kvstore.disk.segment import SegmentAppender, SegmentScan
-from tests.connector.rig import SPACE, B, Worker, blocks_for, kv
+from tests.connector.rig import PATIENT, SPACE, B, Worker, blocks_for, kv
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.disk.rig import files, inside
 from tests.kvstore.redis.redisserver import Server, running
 from tests.kvstore.rig import make, name_of
 
-PATIENT = ConnectorOptions(lookup_seconds=20.0, load_seconds=20.0, save_seconds=20.0)
 OLD_SPACE = dataclasses.replace(SPACE, format_version=2)
 TOKENS = tuple(range(100, 100 + 3 * B))
 TIMEOUT = 20.0

@@ -7,17 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvrelay.connector.context import ConnectorOptions
 from kvrelay.engine.core.external import Loaded
 from kvstore.base import NameQuery
 from kvstore.client.memory import forget
 from kvstore.multi.backend import StoreBackend
 from kvstore.multi.store import MultiStore
-from tests.connector.rig import B, Stage, Worker, blocks_for
+from tests.connector.rig import PATIENT, B, Stage, Worker, blocks_for
 from tests.connector.test_store import saved
 from tests.kvstore.rig import TIMEOUT, copied
 
-PATIENT = ConnectorOptions(lookup_seconds=20)
 TOKENS = tuple(range(100, 100 + 5 * B + 3))
 
 

@@ -13,7 +13,6 @@ import pytest
 
 from kvrelay.block.header import checksum, checksums, seal
 from kvrelay.block.mac import BlockKey
-from kvrelay.connector.context import ConnectorOptions
 from kvrelay.engine.core.external import Loaded, Saved
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.credentials import Credentials
@@ -22,12 +21,11 @@ from kvstore import Store, connect
 from kvstore.base import GetResult, NameQuery, Want
 from kvstore.client import remote
 from kvstore.client.memory import MemoryStore, forget
-from tests.connector.rig import SPACE, B, Worker, blocks_for
+from tests.connector.rig import PATIENT, SPACE, B, Worker, blocks_for
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.redis.redisserver import Server, running
 
 FLEET = b"f" * 32
-PATIENT = ConnectorOptions(lookup_seconds=20.0, load_seconds=20.0, save_seconds=20.0)
 KEYED = replace(PATIENT, key=BlockKey(FLEET))
 STRANGER = replace(PATIENT, key=BlockKey(b"s" * 32))
 PROMPTS = 12
@@ -90,6 +88,8 @@ def test_blocks_that_a_stranger_made_are_misses(url: str) -> None:
             assert loaded(ours, tokens) == 0
         assert ours.counters.corrupt >= PROMPTS  # and the rest of each load, checked afterwards
         names = [name for tokens in prompts() for name in ours.namer.chain(tokens, B)]
+        # A check that runs when its connector closes has half a second to give back its lease.
+        ours.until(lambda: not ours.connector._rechecking)  # noqa: B023
         stranger.connector.close()
         ours.connector.close()
         with closing(connect(url)) as store:
