@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from kvrelay.engine.attention.pool import KVPool, PoolShape
 from kvrelay.engine.core.external import BlockContent, Load, Loaded, Query, Save, Saved
 from kvstore import connect
 from tests.connector.rig import WAIT, Worker, blocks_for
-from tests.kvstore.conftest import start_service, stop
+from tests.kvstore.conftest import kept_port, start_service, stop
 
 SIZE = 16
 
@@ -87,12 +88,18 @@ def test_a_prompt_goes_from_pool_to_pool(dtype: str) -> None:
         stop(process)
 
 
+@pytest.fixture
+def port_flag() -> Iterator[str]:
+    with kept_port() as flag:
+        yield flag
+
+
 @pytest.mark.cluster
-def test_a_store_killed_under_load_and_started_again_is_used_again() -> None:
+def test_a_store_killed_under_load_and_started_again_is_used_again(port_flag: str) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     source = random.Random(seed)
-    process, url = start_service("--budget=1MiB")
+    process, url = start_service("--budget=1MiB", port_flag)
     worker = Worker(
         connect(url), ConnectorOptions(lookup_seconds=0.5, load_seconds=1, save_seconds=1)
     )
@@ -128,7 +135,7 @@ def test_a_store_killed_under_load_and_started_again_is_used_again() -> None:
         assert sum(request() for _ in range(30)) == 0
         assert time.monotonic() - began < 3
         stop(process)
-        process, _ = start_service("--budget=1MiB", f"--port={url.rpartition(':')[2]}")
+        process, _ = start_service("--budget=1MiB", port_flag)
         while not request():
             assert time.monotonic() < deadline + WAIT
         assert worker.counters.crashes == 0

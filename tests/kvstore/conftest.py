@@ -7,11 +7,15 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 
 import pytest
 
 from kvrelay.cli.authority import CertificateAuthority
+from kvrelay.cluster.ports import ReservedPorts, WantedPort, free_ports
+from kvrelay.rpc import reserved
+from kvrelay.rpc.address import LOOPBACK, Address
 from kvstore import Store, connect
 from kvstore.breaker import CircuitBreaker
 from kvstore.client.memory import MemoryStore, forget
@@ -52,6 +56,26 @@ def ready(process: subprocess.Popen[str]) -> str:
     line = process.stdout.readline()
     assert line.startswith("store ready at "), line
     return "kvrelay://" + line.split()[3].rstrip(",")
+
+
+@contextmanager
+def kept_port() -> Iterator[str]:
+    """The flag for the port of a service; nobody takes the port between two of its starts."""
+    (port,) = free_ports(1)
+    address = Address(LOOPBACK, port)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        closing(ReservedPorts([WantedPort(LOOPBACK, port)])),
+    ):
+        for name, value in reserved.variable([address]).items():
+            patch.setenv(name, value)
+        yield f"--port={port}"
+
+
+@pytest.fixture
+def port_flag() -> Iterator[str]:
+    with kept_port() as flag:
+        yield flag
 
 
 def stop(process: subprocess.Popen[str]) -> None:

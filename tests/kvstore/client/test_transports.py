@@ -343,9 +343,9 @@ def test_a_flipped_byte_in_shared_memory_is_found() -> None:
         stop(process)
 
 
-def test_the_memory_of_a_killed_store_is_let_go() -> None:
+def test_the_memory_of_a_killed_store_is_let_go(port_flag: str) -> None:
     """By a client that only looks up, too: or it would be taken twice."""
-    process, url = start_service("--budget=1MiB")
+    process, url = start_service("--budget=1MiB", port_flag)
     store = RemoteStore(address_of(url))
     maps = Path("/proc/self/maps")
     block = make(500_000)
@@ -354,7 +354,7 @@ def test_the_memory_of_a_killed_store_is_let_go() -> None:
         arenas = maps.read_text().count("kvrelay-arena")
         assert arenas
         stop(process)
-        process, _ = start_service("--budget=1MiB", f"--port={url.rpartition(':')[2]}")
+        process, _ = start_service("--budget=1MiB", port_flag)
         deadline = Deadline.after(TIMEOUT)
         while maps.read_text().count("kvrelay-arena") == arenas:
             assert not deadline.expired, "it is mapped still"
@@ -404,8 +404,8 @@ def test_a_call_without_time_to_connect_blames_no_transport(service_url: str) ->
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_killed_store_is_not_answered_from_stale_places(transport: str) -> None:
-    process, url = start_service("--budget=4MiB")
+def test_a_killed_store_is_not_answered_from_stale_places(transport: str, port_flag: str) -> None:
+    process, url = start_service("--budget=4MiB", port_flag)
     store = RemoteStore(address_of(url), transport)
     try:
         old = [make(50_000) for _ in range(4)]
@@ -415,7 +415,7 @@ def test_a_killed_store_is_not_answered_from_stale_places(transport: str) -> Non
         stop(process)
         with pytest.raises(Unavailable):
             accepted(store, old)
-        process, _ = start_service("--budget=4MiB", f"--port={url.rpartition(':')[2]}")
+        process, _ = start_service("--budget=4MiB", port_flag)
         deadline = time.monotonic() + TIMEOUT
         while True:
             try:

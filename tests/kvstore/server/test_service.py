@@ -258,8 +258,8 @@ def test_another_writer_is_waited_for_only_so_long(
     assert store.put([offer(block)], 2.0)[0].status is PutStatus.PENDING
 
 
-def test_a_restart_is_seen_and_old_leases_are_void() -> None:
-    process, url = start_service("--budget=1MiB")
+def test_a_restart_is_seen_and_old_leases_are_void(port_flag: str) -> None:
+    process, url = start_service("--budget=1MiB", port_flag)
     store = connect(url)
     try:
         block = make()
@@ -269,7 +269,7 @@ def test_a_restart_is_seen_and_old_leases_are_void() -> None:
         stop(process)
         with pytest.raises(Unavailable):
             store.lookup(NameQuery([name_of(block)], ttl=60), TIMEOUT)
-        process, _ = start_service("--budget=1MiB", f"--port={url.rpartition(':')[2]}")
+        process, _ = start_service("--budget=1MiB", port_flag)
         boot = _boot_when_back(store)
         assert boot != found.lease.boot
         assert store.lookup(NameQuery([name_of(block)], ttl=60), TIMEOUT).lead == 0

@@ -146,8 +146,8 @@ def test_who_was_there_goes_on_where_it_was(address: str) -> None:
     admin.close()
 
 
-def test_another_start_begins_with_a_snapshot() -> None:
-    process, url = start_service("--budget=1MiB")
+def test_another_start_begins_with_a_snapshot(port_flag: str) -> None:
+    process, url = start_service("--budget=1MiB", port_flag)
     address = url.removeprefix("kvrelay://")
     store, admin, mirror = RemoteStore(address), StoreAdmin(address), StoreMirror()
     try:
@@ -158,7 +158,7 @@ def test_another_start_begins_with_a_snapshot() -> None:
         with pytest.raises(Unavailable):
             follow(admin, mirror, lambda: False, mirror.boot, mirror.sequence)
         stop(process)
-        process, _ = start_service("--budget=1MiB", f"--port={address.rpartition(':')[2]}")
+        process, _ = start_service("--budget=1MiB", port_flag)
         follow_when_back(admin, mirror)
         assert mirror.boot != boot
         assert known(mirror) == set()
