@@ -26,6 +26,7 @@ from tests.kvstore.rig import TIMEOUT, make, name_of, offer
 
 SIZES = (200, 5_000, 70_000, 300_000, 1_000_000)
 READERS, WRITERS = 8, 4
+LATE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,17 +62,28 @@ class Report:
 
 
 def at_once(
-    seconds: float, seed: int | None, jobs: Sequence[Callable[[random.Random], None]]
+    seconds: float,
+    seed: int | None,
+    jobs: Sequence[Callable[[random.Random], None]],
+    enough: Callable[[], bool],
 ) -> None:
-    """Runs each job again and again in a thread of its own; the first error is raised."""
+    """Runs each job again and again in a thread of its own; the first error is raised.
+
+    A slow machine goes on after ``seconds`` until it was ``enough``.
+    """
     seed = random.randrange(1 << 32) if seed is None else seed
     print(f"seed {seed}", flush=True)
     errors: list[BaseException] = []
     end = time.monotonic() + seconds
+    latest = end + LATE_SECONDS
+
+    def over() -> bool:
+        now = time.monotonic()
+        return now >= latest or (now >= end and enough())
 
     def work(job: Callable[[random.Random], None], source: random.Random) -> None:
         try:
-            while time.monotonic() < end and not errors:
+            while not errors and not over():
                 job(source)
         except BaseException as error:  # noqa: BLE001 - the edge of a thread: raised by its starter
             errors.append(error)
@@ -138,7 +150,13 @@ def soak(seconds: float, seed: int | None = None, flags: Sequence[str] = ()) -> 
     try:
         jobs = [run.reader(number, stores[number]) for number in range(READERS)]
         jobs += [run.writer(number, stores[READERS + number]) for number in range(WRITERS)]
-        at_once(seconds, seed, jobs)
+
+        def enough() -> bool:
+            stats = stores[0].stats(TIMEOUT)
+            below = stats.disk is None or stats.disk.counters.read > 0
+            return all(run.taken) and stats.counters.evicted > 0 and below
+
+        at_once(seconds, seed, jobs, enough)
         breaks = sum(sum(store.breaks.values()) for store in stores)
         return Report(stores[0].stats(TIMEOUT), tuple(run.taken), sum(run.put), breaks)
     finally:

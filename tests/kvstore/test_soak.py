@@ -62,7 +62,12 @@ def test_every_place_of_the_arena_has_one_owner_and_comes_back() -> None:
         if found.lease is not None:
             block_store.release([found.lease.id])
 
-    at_once(SECONDS, None, [write] * 4 + [read] * 4)
+    at_once(
+        SECONDS,
+        None,
+        [write] * 4 + [read] * 4,
+        lambda: block_store.stats().counters.stored > 100,
+    )
     assert block_store.stats().counters.stored > 100
     time.sleep(0.06)  # the last tickets end
     block_store.clear()
