@@ -195,10 +195,19 @@ class BoundedProtocol(HttpToolsProtocol):
         self._heads += 1
         self._end_head()
         self._unset_keepalive_if_required()
+        self._require_host()
         if self.parser.should_upgrade():
             return  # it is read again
         super().on_headers_complete()
         self._requests.append(self.cycle)
+
+    def _require_host(self) -> None:
+        """RFC 9112, 3.2: a request of HTTP/1.1 names its host, once."""
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
+            message = f"needs one Host header, got {hosts}"
+            self._refused = HttpRefusal(400, "bad_request", "request", message)
+            raise self._refused
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():

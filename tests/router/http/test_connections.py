@@ -101,7 +101,7 @@ async def test_what_is_unread_is_bounded(limits: HttpLimits, sends: bool) -> Non
     ("request_", "more"),
     [
         (HEAD + b"content-length: 99999999\r\n\r\n", b"x"),
-        (b"GET /health HTTP/1.1\r\n\r\n", b"\r\n"),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", b"\r\n"),
     ],
 )
 async def test_a_connection_that_sends_a_little_after_its_answer_is_idle(
@@ -234,4 +234,18 @@ async def test_rubbish_behind_a_request_that_is_computed_is_not_its_answer() -> 
             writer.write(b"rubbish\r\n\r\n")
             assert await reader.read() == b""
             await worker.cancelled.wait()
+        writer.close()
+
+
+@pytest.mark.parametrize("hosts", [0, 2])
+async def test_a_request_names_its_host_once(hosts: int) -> None:
+    async with door() as (_, client):
+        reader, writer = await raw(client)
+        writer.write(b"GET /health HTTP/1.1\r\n" + b"host: x\r\n" * hosts + b"\r\n")
+        async with asyncio.timeout(10):
+            head, _, content = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(content)["error"]["message"] == (
+            f"request: needs one Host header, got {hosts}"
+        )
         writer.close()
