@@ -21,7 +21,7 @@ from kvrelay.engine.attention.native.self_test import products_differ
 from tests.engine.native.checks import same
 from tests.engine.native.rig import Team
 
-ROWS = (*range(1, 71), 128, 257, 512, 385, 400)
+ROWS = (*range(1, 71), 128, 257, 385, 400, 512, 545, 1040)
 COLUMNS = (1, 15, 16, 17, 31, 32, 33, 48, 100, 260, 544)
 SIZES = (1, 2, 31, 32, 33, 64, 70, 257, 300, 513, 1040)
 

@@ -156,25 +156,26 @@ PRODUCT_MUTANTS = {
         "    add_block<BOTH>(x + i * STRIP, packed + i * STEP);\n  }",
     ),
     "the rest of a row is read from the next row": (
-        "_mm512_maskz_loadu_epi16(here, x)",
-        "_mm512_loadu_si512(x)",
+        "_mm512_maskz_loadu_epi16(here, x + 2 * i * job.k)",
+        "_mm512_loadu_si512(x + 2 * i * job.k)",
     ),
     "the rest of a row is left out": (
-        "_mm512_maskz_loadu_epi16(here, x)",
+        "_mm512_maskz_loadu_epi16(here, x + 2 * i * job.k)",
         "_mm512_setzero_si512()",
     ),
     "the rest of a row has no zeros behind it": (
-        "_mm512_maskz_loadu_epi16(here, x)",
-        "_mm512_mask_loadu_epi16(_mm512_set1_epi32(-1), here, x)",
+        "_mm512_maskz_loadu_epi16(here, x + 2 * i * job.k)",
+        "_mm512_mask_loadu_epi16(_mm512_set1_epi32(-1), here, x + 2 * i * job.k)",
     ),
     "every strip has the rows of the first": (
-        "const char* x = copies + i * job.chunk * STRIP;",
-        "const char* x = copies;",
+        "const char* x = copies + i * length + from * STRIP;",
+        "const char* x = copies + from * STRIP;",
     ),
     "later blocks of many rows are the first": (
-        "((row + i) * job.k + from * DEPTH);",
-        "((row + i) * job.k);",
+        "copies + i * length + from * STRIP;",
+        "copies + i * length;",
     ),
+    "rows of another task are kept": ("i < strips && copied != top;", "i < strips && copied < 0;"),
     "columns beyond the last are written": (
         "__mmask32((1ull << least(PANEL, job.n - from)) - 1)",
         "~__mmask32(0)",

@@ -15,9 +15,9 @@ namespace {
 
 constexpr long FEW = 2 * SIDE;           // rows of one block of accumulators
 constexpr long NUMBERS = FEW * PANEL;    // of the four accumulators
-constexpr long TALL = 256;               // rows of a task
-constexpr long BROAD = 16;               // panels of a task: its sums stay in an L2 cache
-constexpr long CHUNK = 6;                // blocks of a panel that stay in an L1 cache
+constexpr long TALL = 512;               // rows of a task: the weight is read once for so many
+constexpr long BROAD = 4;                // panels of a task: its sums stay in an L2 cache
+constexpr long CHUNK = 8;                // blocks of a panel that stay in an L1 cache
 constexpr long STRIP = FEW * LINE;       // bytes of a block of 32 rows of x
 constexpr double PASSING = 1 << 20;      // bytes of a result that would not stay in an L2 cache
 constexpr double SERIAL = 1e5;           // multiplications that are not worth waking threads for
@@ -108,18 +108,18 @@ void finish(const Job& job, const float* sums, long row, long rows, long from) {
   }
 }
 
-// `count` blocks from `from` on of up to 32 rows of x, as [block][row][32], with zeros beyond k. Rows
-// as far apart as in x would share few sets of a cache.
-void copy_rows(const Job& job, long row, long rows, long from, long count, char* to) {
-  const long rest = least(job.k - from * DEPTH, count * DEPTH), whole = rest / DEPTH;
-  for (long i = 0; i < rows; i++, to += LINE) {
-    const char* x = job.x + 2 * ((row + i) * job.k + from * DEPTH);
-    for (long block = 0; block < whole; block++, x += LINE)
-      _mm512_store_si512(to + block * STRIP, _mm512_loadu_si512(x));
-    if (whole == count) continue;
-    const __mmask32 here = (1u << rest % DEPTH) - 1;
-    _mm512_store_si512(to + whole * STRIP, _mm512_maskz_loadu_epi16(here, x));
-  }
+// Up to 32 rows of x as [block][row][32], with zeros beyond k. Rows as far apart as in x would share
+// few sets of a cache.
+void copy_rows(const Job& job, long row, long rows, char* to) {
+  const char* x = job.x + 2 * row * job.k;
+  const long whole = job.k / DEPTH;
+  for (long block = 0; block < whole; block++, x += LINE, to += STRIP)
+    for (long i = 0; i < rows; i++)
+      _mm512_store_si512(to + i * LINE, _mm512_loadu_si512(x + 2 * i * job.k));
+  if (whole == job.blocks) return;
+  const __mmask32 here = (1u << job.k % DEPTH) - 1;
+  for (long i = 0; i < rows; i++)
+    _mm512_store_si512(to + i * LINE, _mm512_maskz_loadu_epi16(here, x + 2 * i * job.k));
 }
 
 // Asks the memory for lines of the weight that are used next; where there are none does no harm.
@@ -127,25 +127,26 @@ void fetch(const char* at, const char* end) {
   for (; at < end; at += LINE) _mm_prefetch(at, _MM_HINT_T1);
 }
 
-void run(const Job& job, long task, Tiles& tiles, float* sums, char* copies) {
+// `copied`: the first of the rows that are in `copies`, or -1.
+void run(const Job& job, long task, Tiles& tiles, float* sums, char* copies, long& copied) {
   const long top = task / job.across * job.tall, bottom = least(top + job.tall, job.rows);
   const long left = task % job.across * job.broad;
   const long right = least(left + job.broad, ceiling(job.n, PANEL));
-  const long strips = ceiling(bottom - top, FEW);
+  const long strips = ceiling(bottom - top, FEW), length = job.blocks * STRIP;
+  for (long i = 0; i < strips && copied != top; i++)
+    copy_rows(job, top + i * FEW, least(FEW, bottom - top - i * FEW), copies + i * length);
+  copied = top;
   for (long from = 0; from < job.blocks; from += job.chunk) {
     const long count = least(job.chunk, job.blocks - from);
     const bool last = from + count == job.blocks;
-    for (long i = 0; i < strips; i++)
-      copy_rows(job, top + i * FEW, least(FEW, bottom - top - i * FEW), from, count,
-                copies + i * job.chunk * STRIP);
     for (long panel = left; panel < right; panel++) {
       const char* packed = job.packed + (panel * job.blocks + from) * STEP;
       const char* soon = panel + 1 < right ? packed + job.blocks * STEP
-                         : last            ? job.packed
+                         : last            ? job.packed + right * job.blocks * STEP
                                            : job.packed + (left * job.blocks + from + count) * STEP;
       for (long i = 0; i < strips; i++) {
         const long row = top + i * FEW, rows = least(FEW, bottom - row);
-        const char* x = copies + i * job.chunk * STRIP;
+        const char* x = copies + i * length + from * STRIP;
         float* own = sums + ((panel - left) * strips + i) * NUMBERS;
         if (strips > 1) fetch(soon + STEP * job.chunk * i / strips, soon + STEP * job.chunk * (i + 1) / strips);
         configure(tiles, rows);
@@ -159,12 +160,13 @@ void run(const Job& job, long task, Tiles& tiles, float* sums, char* copies) {
 void take_tasks(void* data) {
   Job& job = *(Job*)data;
   const long strips = ceiling(job.tall, FEW), bytes = 4 * NUMBERS * job.broad * strips;
-  char* room = (char*)aligned_alloc(LINE, size_t(bytes + STRIP * job.chunk * strips));
+  char* room = (char*)aligned_alloc(LINE, size_t(bytes + STRIP * job.blocks * strips));
   if (!room) job.failed.store(1);
   const Rounding rounding;
   Tiles tiles;
+  long copied = -1;
   for (long task; room && (task = job.next.fetch_add(1)) < job.tasks;)
-    run(job, task, tiles, (float*)room, room + bytes);
+    run(job, task, tiles, (float*)room, room + bytes, copied);
   _mm_sfence();  // before another thread reads what was written past the caches
   free(room);
 }
