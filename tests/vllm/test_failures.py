@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.processes import until
 from tests.kvstore.conftest import start_service, stop
 from tests.vllm.environment import WorkerEnvironment
 from tests.vllm.rig import EngineError, Request, StoreProcess, VllmProcess, prompt
@@ -45,7 +46,7 @@ def test_a_store_that_stops_and_one_that_dies(
         assert one.tokens == wanted[0]
         return one.account["external"] == 96
 
-    assert any(loads_again() for _ in range(40)), "the store is back, and nothing was loaded"
+    until(loads_again, "the store is back, and its blocks are loaded", 60.0)
 
     own.process.kill()
     own.process.wait()

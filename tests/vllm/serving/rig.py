@@ -74,14 +74,10 @@ class VllmCluster:
                 tokens += message.tokens
         return tokens, message.usage
 
-    def streaming(self) -> int:
-        """The index of the decode worker that computes now."""
-        deadline = time.monotonic() + WAIT
-        while time.monotonic() < deadline:
-            for index, address in enumerate(self.cluster.addresses("decode")):
-                if self.load(address).running:
-                    return index
-        raise AssertionError("no decode worker computes")
+    def streaming(self) -> list[int]:
+        """The indices of the decode workers that compute now."""
+        addresses = self.cluster.addresses("decode")
+        return [index for index, one in enumerate(addresses) if self.load(one).running]
 
     def settle(self) -> None:
         """Wait until every process serves, and no worker computes, loads or saves."""
