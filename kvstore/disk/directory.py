@@ -62,12 +62,16 @@ class DiskDirectory:
         return self.path / f"segment-{segment:016x}"
 
     def segments(self) -> list[tuple[int, int]]:
-        """Numbers and bytes of the segment files, least recently used first."""
+        """Numbers and bytes of the segment files, least recently used first.
+
+        Other threads may remove some meanwhile.
+        """
         found = []
         for entry in os.scandir(self.path):
             if (match := _OURS.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False):
-                status = entry.stat(follow_symlinks=False)
-                found.append((status.st_mtime_ns, int(match[1], 16), status.st_size))
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    found.append((status.st_mtime_ns, int(match[1], 16), status.st_size))
         return [(segment, size) for _, segment, size in sorted(found)]
 
     def used(self, segment: int) -> None:

@@ -30,7 +30,7 @@ def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (ProcessLookupError, FileNotFoundError):
+    except (ProcessLookupError, FileNotFoundError):  # the first also if it ends while it is read
         return False
     except PermissionError:
         return True

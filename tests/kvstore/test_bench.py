@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
 from benchmarks.store.rig import StoreRig
 from benchmarks.store.run import ROWS, StoreBenchConfig, main
+from tests.cluster.processes import alive, until
 
 
 def test_a_quick_run_has_every_row(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,10 +67,7 @@ def test_nothing_that_was_started_outlives_a_killed_process() -> None:
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as parent:
         assert parent.stdout is not None
-        child = Path(f"/proc/{parent.stdout.readline().strip()}/stat")
-        assert child.exists()
+        child = int(parent.stdout.readline())
+        assert alive(child)
         parent.kill()
-    until = time.monotonic() + 30
-    while child.exists() and child.read_text(encoding="ascii").split()[2] != "Z":
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    until(lambda: not alive(child), "the child has ended", 30.0)

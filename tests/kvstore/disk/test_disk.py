@@ -21,6 +21,7 @@ from kvstore.client.remote import RemoteStore
 from kvstore.client.transports.selector import TRANSPORTS
 from kvstore.stats import DiskStats
 from tests.kvstore.conftest import start_service, stop
+from tests.kvstore.disk.rig import size_of
 from tests.kvstore.rig import TIMEOUT, get, make, name_of, offer, present, put
 
 SLOW = 60.0
@@ -68,10 +69,6 @@ def fill(store: RemoteStore, blocks: list[Block]) -> None:
 
 def flags(path: Path, budget: str = "1MiB", disk_budget: str = "64MiB") -> list[str]:
     return [f"--budget={budget}", f"--disk={path}", f"--disk-budget={disk_budget}"]
-
-
-def files(path: Path) -> list[Path]:
-    return sorted(path.glob("segment-*"))
 
 
 def test_what_does_not_fit_into_memory_comes_back_from_disk(tmp_path: Path) -> None:
@@ -125,7 +122,7 @@ def test_a_restart_is_warm(tmp_path: Path) -> None:
         terminate(process)
     with running(*flags(tmp_path)) as (store, process):  # without --restore: an empty store
         assert not any(present(store, *blocks))
-        assert sum(file.stat().st_size for file in files(tmp_path)) == 0
+        assert size_of(tmp_path) == 0
         terminate(process)
 
 
@@ -173,7 +170,7 @@ def test_clear_reaches_the_disk(tmp_path: Path) -> None:
         assert store.clear(TIMEOUT) == 39
         assert present(store, *blocks) == [False] * 39 + [True]
         saved(store)  # what a lease held is saved again
-        assert sum(file.stat().st_size for file in files(tmp_path)) < 60_000
+        assert size_of(tmp_path) < 60_000
         process.send_signal(signal.SIGKILL)
         process.wait()
     with running(*flags(tmp_path), "--restore") as (store, _):

@@ -248,6 +248,24 @@ def test_what_is_no_file_is_no_segment(tmp_path: Path) -> None:
         assert store.disk.counters.damaged == 0
 
 
+def test_a_segment_that_is_removed_while_they_are_listed_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``clear`` failed when the writer dropped a segment at that moment."""
+    directory, true = DiskDirectory(str(tmp_path)), os.scandir
+    for number in (1, 2):
+        directory.file(number).write_bytes(bytes(number))
+
+    def scandir(path: Path) -> list[os.DirEntry[str]]:
+        entries = list(true(path))
+        directory.remove(1)
+        return entries
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert directory.segments() == [(2, 2)]
+    directory.close()
+
+
 def test_a_start_that_ended_early_leaves_a_directory_that_can_be_used(tmp_path: Path) -> None:
     (tmp_path / "FORMAT.new").touch()
     DiskDirectory(str(tmp_path)).close()
