@@ -17,7 +17,7 @@ import pytest
 from kvrelay.cli.authority import CertificateAuthority
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.policy import Security
-from router.http.connections import HttpLimits
+from router.http.connections import BoundedProtocol, HttpLimits
 from tests.router.fakes import decode_worker
 from tests.router.http.rig import SEED, bounded, door, expected, raw
 from tests.router.rig import PROMPT
@@ -54,6 +54,22 @@ def sent_first(port: int, request: Iterator[bytes], trust: ssl.SSLContext | None
                 answer += (got := stream.recv(65536))
                 assert got, answer
             return answer
+
+
+async def test_small_events_are_not_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nagle's algorithm holds a token until the client's system acknowledges the one before."""
+    connected, unheld = BoundedProtocol.connection_made, list[int]()
+
+    def note(self: BoundedProtocol, transport: asyncio.BaseTransport) -> None:
+        connected(self, transport)
+        made = transport.get_extra_info("socket")
+        unheld.append(made.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    monkeypatch.setattr(BoundedProtocol, "connection_made", note)
+    async with door([decode_worker()]) as (_, client):
+        (await client.post("/v1/completions", json=GOOD)).raise_for_status()
+    assert unheld
+    assert all(unheld)
 
 
 @pytest.mark.parametrize("framing", ["length", "chunked"])
