@@ -18,6 +18,7 @@ from kvrelay.cluster.layout import process_specs
 from kvrelay.cluster.ports import free_ports
 from kvrelay.cluster.process import ProcessSpec
 from kvrelay.cluster.supervisor import Cluster
+from kvrelay.engine.model.packed_linear import KERNEL_CACHES
 from kvrelay.rpc.channel import ChannelOptions, open_sync_channel
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.options import SecurityOptions
@@ -160,6 +161,7 @@ def tracebacks(lines: Sequence[str]) -> Counter[str]:
 
 def _told(spec: ProcessSpec, metrics: dict[str, str]) -> ProcessSpec:
     environ = {**spec.environ, "KVRELAY_HEALTH_TIMEOUT": "20", "KVRELAY_HANDOFF_WAIT": "30"}
+    environ |= dict.fromkeys(KERNEL_CACHES, "16")  # full soon: they would hide 100 MiB of growth
     args = spec.args
     if spec.role in metrics:
         args = (*args, "--metrics-port", metrics[spec.role].rsplit(":", 1)[1])

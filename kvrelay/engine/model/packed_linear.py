@@ -26,7 +26,8 @@ _ROWS_HINT = 16
 KERNELS = 256
 """Rows of 50 numbers in a model whose layers have 5 shapes; a step adds a few at most."""
 
-_CACHES = ("LRU_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY")  # the latter yields to ONEDNN_...
+KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY")
+"""Variables that bound them; the latter yields to ``ONEDNN_PRIMITIVE_CACHE_CAPACITY``."""
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 _Reorder = Callable[[torch.Tensor, int], torch.Tensor]
@@ -45,7 +46,7 @@ def limit_onednn() -> None:
     Variables that the environment already sets win.
     """
     os.environ.setdefault("DNNL_MAX_CPU_ISA", "AVX10_1_512")  # ONEDNN_MAX_CPU_ISA overrides it
-    for name in _CACHES:
+    for name in KERNEL_CACHES:
         os.environ.setdefault(name, str(KERNELS))
 
 
