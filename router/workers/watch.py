@@ -1,11 +1,11 @@
 """Watches one worker: checks it on an interval and reports its health.
 
-Every check calls ``GetLoad``, whose boot token shows a restart between two checks; every fourth one
-also calls ``grpc.health.v1`` and ``GetInfo``. A worker is silent if neither an answer to a check
-nor a message of a leg arrives within the time allowed. That time is counted in waits of the
-router's own event loop: while the router does not run, no worker becomes suspect. A slow worker and
-a busy host get more time (``Patience``). So does a worker that is being sent a long prompt: on a
-slow network the check waits behind the prompt.
+Every check calls ``GetLoad``, whose boot token shows a restart between two checks; every fourth
+one, and each one of a worker that is NOT_SERVING, also calls ``grpc.health.v1`` and ``GetInfo``. A
+worker is silent if neither an answer to a check nor a message of a leg arrives within the time
+allowed. That time is counted in waits of the router's own event loop: while the router does not
+run, no worker becomes suspect. A slow worker and a busy host get more time (``Patience``). So does
+a worker that is being sent a long prompt: on a slow network the check waits behind the prompt.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Watcher:
         self._due = asyncio.Event()  # set: check now
         self._answered_at = time.monotonic()
         self._accepted = False
+        self._serving = True  # as of the last full check
         self._checks = 0  # since the last one that failed
         self._patience = Patience(config.health_timeout)
 
@@ -121,15 +122,15 @@ class Watcher:
         worker = self._worker
         longest = max(LONGEST_CHECK_SECONDS + worker.transit, self.silence)
         deadline = Deadline.after(longest)
-        full, serving = self._checks % FULL_CHECK_EVERY == 0, True
+        full = self._checks % FULL_CHECK_EVERY == 0 or not self._serving
         load = await worker.link.load(deadline)
         if full or load.worker_id != worker.key:
             await self._update_info(deadline)
         if full:
-            serving = await worker.link.serving(worker.role, deadline)
+            self._serving = await worker.link.serving(worker.role, deadline)
         worker.load = load
         self._checks += 1
-        return health_after_answer(serving, load.draining)
+        return health_after_answer(self._serving, load.draining)
 
     async def _update_info(self, deadline: Deadline) -> None:
         """Read the information; another boot token means that the worker has lost its legs."""

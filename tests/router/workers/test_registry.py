@@ -15,6 +15,7 @@ from kvrelay.v1 import router_pb2, router_pb2_grpc, types_pb2
 from router.config import RouterConfig
 from router.workers.registry import Registry
 from router.workers.sources import read_workers_file
+from router.workers.watch import FULL_CHECK_EVERY
 from tests.router.fakes import (
     Running,
     answer,
@@ -25,7 +26,7 @@ from tests.router.fakes import (
     prefill_worker,
     running,
 )
-from tests.router.rig import join
+from tests.router.rig import join, until
 
 
 async def listed(router: Running) -> dict[str, router_pb2.WorkerStatus]:
@@ -106,11 +107,18 @@ async def test_a_worker_that_goes_and_comes_back() -> None:
 
 async def test_not_serving_is_respected() -> None:
     worker = decode_worker()
-    async with running([worker]) as router:
+    async with running([worker], health_interval=0.02) as router:
         assert worker.server is not None
+        (known,) = router.registry.workers
         await worker.server.health.set("kvrelay.v1.DecodeService", False)
         await router.settled(used=0)
+        for _ in range(2 * FULL_CHECK_EVERY):
+            before = known.answered_check
+            await until(lambda before=before: known.answered_check > before)  # type: ignore[misc]
+            assert not known.usable
         assert "NOT_SERVING" in (await listed(router))[worker.address].reason
+        await worker.server.health.set("kvrelay.v1.DecodeService", True)
+        await router.settled(used=1)
 
 
 async def test_a_new_fleet_may_follow_the_old_one() -> None:
