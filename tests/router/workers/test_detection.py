@@ -308,10 +308,15 @@ async def test_a_worker_that_stays_after_all_gets_its_stream_back() -> None:
     """As after a change of role that was given up."""
     only, _ = sleeper("d0")
     async with running([only], resume_wait=5.0, **PATIENT) as router:
-        only.behaviour = Behaviour(fail=Draining("leaving"), fail_after=3)
+        only.behaviour.fail = Draining("leaving")
+        only.behaviour.fail_after = 3
         call = aiter(router.call(request()))
         seen = await first(call, 3)
-        only.behaviour = Behaviour()
+        await until(lambda: len(only.legs) == 2)  # it is back, and held
+        only.behaviour.fail = None
+        assert only.behaviour.step is not None
+        for _ in range(5):
+            only.behaviour.step.release()
         assert seen + await rest(call) == answer(PROMPT, 8, 5)
 
 
