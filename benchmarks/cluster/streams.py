@@ -156,7 +156,5 @@ async def _at_prefill(
     async for answer in prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(
         request, timeout=SECONDS
     ):
-        if answer.HasField("first_token"):
-            yield [answer.first_token.token.id], ()
-        else:
-            yield [], (answer.usage,)
+        tokens = [answer.first_token.token.id] if answer.HasField("first_token") else []
+        yield tokens, (answer.usage,) if answer.HasField("usage") else ()
