@@ -5,7 +5,6 @@ Programs run in random order. Pools hold NaN wherever no position of the problem
 
 from __future__ import annotations
 
-import mmap
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from torch.nn.functional import silu
 
-from tests.engine.cuda.interpreter import ORDER  # isort: skip (it comes before every kernel)
+from tests.engine.cuda.interpreter import ORDER, there, vast  # isort: skip (it comes before every kernel)
 
 from kvrelay.engine.attention.batch import no_works
 from kvrelay.engine.attention.triton_backend import slots_of
@@ -31,7 +30,6 @@ from tests.engine.native.rig import Drawn, Problem, Span, draw, new_pool, pieces
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Largest error against float64: rounded weights and outputs, of values of size 1 and 6.
 LIMITS = {torch.float32: 2e-5, torch.bfloat16: 0.04, torch.float16: 0.006}
-NO_RESERVE = 0x4000  # MAP_NORESERVE
 
 
 def entries_of(spans: Sequence[Span], decodes: int, size: int) -> PagedEntries:
@@ -45,9 +43,9 @@ def entries_of(spans: Sequence[Span], decodes: int, size: int) -> PagedEntries:
     blocks = np.concatenate([np.array(own, np.int32) for _, _, own in spans])
     slots = slots_of(table, blocks, size)
     return PagedEntries(
-        spans=torch.from_numpy(table.astype(np.int32)),
-        blocks=torch.from_numpy(blocks),
-        slots=torch.from_numpy(slots),
+        spans=there(torch.from_numpy(table.astype(np.int32))),
+        blocks=there(torch.from_numpy(blocks)),
+        slots=there(torch.from_numpy(slots)),
         decodes=decodes,
         prefill_rows=len(slots) - decodes,
         longest=int(table[:decodes, 1].max()) + 1 if decodes else 0,
@@ -57,16 +55,17 @@ def entries_of(spans: Sequence[Span], decodes: int, size: int) -> PagedEntries:
 def attend(
     problem: Problem, spans: Sequence[Span], query: torch.Tensor, decodes: int = 0
 ) -> torch.Tensor:
-    """Q [rows, heads, head dim] over what is stored."""
-    options = AttentionOptions(problem.window, problem.softcap, problem.sinks)
+    """Q [rows, heads, head dim] over what is stored, in host memory."""
+    options = AttentionOptions(problem.window, problem.softcap, there(problem.sinks))
     entries = entries_of(spans, decodes, problem.size)
-    pool = PagedPool(problem.pool)
-    return pool.attend(problem.layer, query, entries, problem.scale, options)
+    pool = PagedPool(there(problem.pool))
+    return pool.attend(problem.layer, there(query), entries, problem.scale, options).cpu()
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> bool:
     """To the bit."""
-    return torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
+    bits = [one.cpu().contiguous().view(torch.uint8) for one in (got, want)]
+    return torch.equal(*bits)
 
 
 def random_problems(rng: random.Random) -> None:
@@ -156,17 +155,18 @@ def padded_entries(rng: random.Random) -> None:
     pool = torch.full((4, 1, 2, 16, 2, 32), torch.nan)
     pool[1] = torch.randn(pool[1].shape)
     entries = entries_of([(9, 1, [1]), (9, 0, [3]), (9, 0, [3])], 3, 16)
-    entries = replace(entries, slots=torch.tensor([25, -1, -1], dtype=torch.int32), prefill_rows=0)
+    slots = there(torch.tensor([25, -1, -1], dtype=torch.int32))
+    entries = replace(entries, slots=slots, prefill_rows=0)
     entries.spans[1:, ::3] = 1 << 29  # a row and a table that may not be touched
-    paged = PagedPool(pool)
-    key, value, query = torch.randn(3, 3, 2, 32)
     before = pool.clone()
+    pool = there(pool)
+    paged = PagedPool(pool)
+    key, value, query = there(torch.randn(3, 3, 2, 32))
     paged.store(0, entries.slots, key, value)
-    before[1, 0, 0, 9] = key[0]
-    before[1, 0, 1, 9] = value[0]
+    before[1, 0, :, 9] = torch.stack((key[0], value[0])).cpu()
     assert same(pool, before)
-    got = paged.attend(0, query, entries, 0.2, AttentionOptions())
-    want = reference(Problem(pool, 1, 0.2), (9, 1, [1]), query[:1])
+    got = paged.attend(0, query, entries, 0.2, AttentionOptions()).cpu()
+    want = reference(Problem(before, 1, 0.2), (9, 1, [1]), query[:1].cpu())
     assert (got[:1].double() - want).abs().max().item() < LIMITS[torch.float32]
 
 
@@ -176,11 +176,11 @@ def stored(rng: random.Random) -> None:
         for head_major in (False, True):
             size, heads, dim = rng.choice((1, 4, 7)), rng.choice((1, 3)), rng.choice((16, 20, 24))
             generator = torch.Generator().manual_seed(1)
-            pool = new_pool(generator, (40, 3, size, heads, dim), dtype, head_major)
+            pool = there(new_pool(generator, (40, 3, size, heads, dim), dtype, head_major))
             free = list(range(1, 40))  # slot 0 is used: it is no padding
             rng.shuffle(free)
             spans = [(6, 1, free[:7]), (0, 1, [0]), (3, 7, free[10:20])]
-            joint = torch.randn((9, 3 * heads, dim), generator=generator).to(dtype)
+            joint = there(torch.randn((9, 3 * heads, dim), generator=generator).to(dtype))
             key, value = joint[:, heads : 2 * heads], joint[:, 2 * heads :]
             want = pool.clone()
             row = 0
@@ -197,24 +197,22 @@ def far(rng: random.Random) -> None:
     """Pools of more than 2 ** 32 elements, of which only the pages of a few blocks are touched."""
     step = 1 << 31
     for dtype in (torch.bfloat16, torch.float32):
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
-        memory = mmap.mmap(-1, (3 * step + (1 << 21)) * dtype.itemsize, flags=flags)
-        flat = torch.frombuffer(memory, dtype=dtype)
+        flat = vast(3 * step + (1 << 21), dtype)
         pool = flat.as_strided((4, 2, 2, 16, 2, 32), (step, 2048, 1024, 64, 32, 1))
         pool.copy_(torch.randn(pool.shape))
         problem = Problem(pool, 2, 0.2, layer=1)
-        near = replace(problem, pool=pool.contiguous())
+        near = replace(problem, pool=pool.cpu().contiguous())
         span = (0, 60, [3, 0, 2, 1])
         query = torch.randn(60, 4, 32).to(dtype)
         got = attend(problem, [span], query)
         _near(near, span, query, got, 1, f"far {dtype}")
         assert same(attend(problem, [(59, 1, span[2])], query[59:], 1), got[59:])
-        new = torch.randn(2, 1, 2, 32).to(dtype)
-        slots = torch.tensor([3 * 16 + 5], dtype=torch.int32)
+        new = there(torch.randn(2, 1, 2, 32).to(dtype))
+        slots = there(torch.tensor([3 * 16 + 5], dtype=torch.int32))
         PagedPool(pool).store(1, slots, new[0], new[1])
         assert same(pool[3, 1, :, 5], new[:, 0])
-        joint = torch.randn(1, 5 * 32).to(dtype)
-        angles = torch.ones(1, 32, dtype=dtype), torch.zeros(1, 32, dtype=dtype)
+        joint = there(torch.randn(1, 5 * 32).to(dtype))
+        angles = torch.ones_like(joint[:, :32]), torch.zeros_like(joint[:, :32])
         rotate(joint, 1, PagedPool(pool), 1, slots, angles, None, 0.0)
         assert same(pool[3, 1, :, 5].reshape(-1), joint[0, 32:])
 
@@ -268,13 +266,13 @@ def norms(rng: random.Random) -> None:
     for dtype in DTYPES:
         for size in (1, 48, 96, 127, 2560):
             rows = rng.choice((1, 5))
-            residual = torch.randn(rows, size).to(dtype)
-            added = torch.randn(rows, size).to(dtype)
+            first, second = torch.randn(2, rows, size).to(dtype)
+            residual = there(first.clone())
             owner = RmsNorm((1 + torch.randn(size) / 3).to(dtype), rng.choice((1e-6, 1e-2)))
-            alone = norm(None, residual, owner.weight, owner.epsilon)
-            _rounded_alike(alone, owner(residual), f"norm {dtype} {size}")
-            want = added + residual
-            got = norm(added, residual, owner.weight, owner.epsilon)
+            alone = norm(None, residual, there(owner.weight), owner.epsilon)
+            _rounded_alike(alone, owner(first), f"norm {dtype} {size}")
+            want = second + first
+            got = norm(there(second), residual, there(owner.weight), owner.epsilon)
             assert same(residual, want), f"sum {dtype} {size}"
             _rounded_alike(got, owner(want), f"sum and norm {dtype} {size}")
 
@@ -328,14 +326,15 @@ def rotations(rng: random.Random) -> None:
                 if 0 not in order:
                     order[0] = 0
                 told = f"rotation {dtype} normed {normed} dim {dim}"
+                pool = there(pool)
                 query = rotate(
-                    joint,
+                    there(joint),
                     queries,
                     PagedPool(pool),
                     1,
-                    torch.tensor(order, dtype=torch.int32),
-                    angles,
-                    weight if normed else None,
+                    there(torch.tensor(order, dtype=torch.int32)),
+                    (there(angles[0]), there(angles[1])),
+                    there(weight) if normed else None,
                     1e-2,
                 )
                 _rounded_alike(query, step.query, told)
@@ -343,7 +342,7 @@ def rotations(rng: random.Random) -> None:
                 for row, slot in enumerate(order):
                     if slot >= 0:
                         want[slot] = step.new[row]
-                got = pool.transpose(1, 3).reshape(20, 2, 2, keys, dim)
+                got = pool.cpu().transpose(1, 3).reshape(20, 2, 2, keys, dim)
                 _rounded_alike(got[:, :, 1], want, told)
                 assert bool((got[:, :, 0] == 7).all()), told
 
@@ -355,13 +354,14 @@ def gates(rng: random.Random) -> None:
             joint = (torch.randn(3, 2 * size) * 4).to(dtype)
             gate, up = joint.chunk(2, -1)
             want = silu(gate).mul_(up)
-            _rounded_alike(gated(joint), want, f"gate {dtype} {size}")
+            _rounded_alike(gated(there(joint)), want, f"gate {dtype} {size}")
 
 
 def _rounded_alike(got: torch.Tensor, want: torch.Tensor, told: str) -> None:
     """Bits in half precision but for a few last places; some last places in float32."""
     assert got.shape == want.shape, told
     assert got.dtype is want.dtype, told
+    got = got.cpu()
     if got.dtype is torch.float32:
         torch.testing.assert_close(got, want, rtol=3e-6, atol=1e-6, msg=told)
         return

@@ -1,6 +1,7 @@
 """Triton's interpreter as a device: programs in random order, bfloat16 rounded as a GPU rounds it.
 
-Import it before any kernel, in a process of its own with TRITON_INTERPRET=1.
+Import it before any kernel, in a process of its own with TRITON_INTERPRET=1; or, for the tests
+marked ``gpu``, with KVRELAY_TEST_DEVICE=cuda: then the kernels are compiled and run there.
 
 The interpreter of Triton 3.7.1 (https://github.com/triton-lang/triton) gets bfloat16 wrong in two
 places, which ``install`` replaces: ``tl.dot`` multiplies the bits as integers, and a cast from
@@ -11,11 +12,12 @@ fails once either is mended.
 from __future__ import annotations
 
 import inspect
+import mmap
 import os
 import random
 from collections.abc import Callable
 from itertools import product
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -24,12 +26,21 @@ from numpy.typing import NDArray
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime import interpreter
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "the kernels would be compiled"
+DEVICE = torch.device(os.environ.get("KVRELAY_TEST_DEVICE", "cpu"))
+interprets = os.environ.get("TRITON_INTERPRET") == "1"
+assert interprets == (DEVICE.type == "cpu"), "the interpreter runs on the CPU, kernels elsewhere"
 
 ORDER = random.Random(0)
 """Draws the order of programs; a check seeds it."""
 
+_NO_RESERVE = 0x4000  # MAP_NORESERVE
 _Array = NDArray[np.generic]
+_Given = TypeVar("_Given", torch.Tensor, torch.Tensor | None)
+
+
+def there(given: _Given) -> _Given:
+    """A tensor on the device that runs the kernels, with the same strides if it has no gaps."""
+    return given if given is None else given.to(DEVICE)
 
 
 class _Handle:
@@ -48,6 +59,14 @@ def narrowed(numbers: _Array) -> NDArray[np.uint16]:
     """Float32 rounded to the nearest bfloat16, ties to even."""
     source = torch.from_numpy(np.ascontiguousarray(numbers, np.float32))
     return cast(NDArray[np.uint16], source.bfloat16().view(torch.uint16).numpy())
+
+
+def vast(elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory there. On the host, pages that nobody touches take none."""
+    if not interprets:
+        return torch.empty(elements, dtype=dtype, device=DEVICE)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    return torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize, flags=flags), dtype=dtype)
 
 
 def _cast(builder: object, source: _Handle, target: object, *rounding: object) -> object:
@@ -133,7 +152,8 @@ def install() -> None:
     interpreter.GridExecutor.__call__ = _run
 
 
-install()
+if interprets:
+    install()
 
 if __name__ == "__main__":
     print(wrong_casts(), wrong_products())

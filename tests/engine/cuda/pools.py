@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from tests.engine.cuda.interpreter import ORDER  # isort: skip (it comes before every kernel)
+from tests.engine.cuda.interpreter import DEVICE, ORDER, there  # isort: skip (it comes before every kernel)
 
 from kvrelay.engine.attention.batch import pack
 from kvrelay.engine.attention.pool import KVPool, PoolShape
@@ -32,14 +32,14 @@ def run(rng: random.Random) -> None:
     for size, heads, layers, dim in ((2, 2, 2, 16), (4, 4, 4, 16), (7, 3, 2, 24), (1, 2, 3, 16)):
         told = f"blocks of {size}, {heads} heads, {layers} layers"
         shape = PoolShape(40, layers, size, heads, dim, "float32")
-        ours, real = KVPool(shape), KVPool(shape)
+        ours, real = KVPool(shape, DEVICE), KVPool(shape, DEVICE)
         backends = TritonBackend(ours), SdpaBackend(real)
         for works in steps:
             batch = pack(works, size)
             begun = [backend.step(batch) for backend in backends]
             for layer in rng.sample(range(layers), layers):
-                query = torch.randn(len(batch.tokens), 2 * heads, dim)
-                key, value = torch.randn(2, len(query), heads, dim)
+                query = there(torch.randn(len(batch.tokens), 2 * heads, dim))
+                key, value = there(torch.randn(2, len(query), heads, dim))
                 got, want = (step.attend(layer, query, key, value, None) for step in begun)
                 error = (got - want).abs().max().item()
                 assert error < LIMIT, f"{told}: off by {error}"

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[3]
 SECONDS = 600  # the longest takes 50 on a quiet machine
@@ -18,10 +19,17 @@ needs_triton = pytest.mark.skipif(
     reason="triton is not installed: `make test-gpu` installs it, where it has a wheel",
 )
 
+needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
 
 def interpreted(module: str, *arguments: str) -> str:
     """What a program prints with Triton's interpreter; a failure is shown with its errors."""
     return _run(module, *arguments, TRITON_INTERPRET="1")
+
+
+def on_device(module: str, *arguments: str) -> str:
+    """What a program prints with kernels that are compiled and run on a GPU."""
+    return _run(module, *arguments, KVRELAY_TEST_DEVICE="cuda")
 
 
 def plain(module: str, *arguments: str) -> str:

@@ -52,8 +52,8 @@ def lost_writes() -> None:
     HostBlockCopier.write = lambda *given: None  # type: ignore[method-assign]
 
 
-CASES: dict[str, tuple[type[Recorded], Callable[[], None]]] = {
-    "right": (Recorded, lambda: None),
+CASES: dict[str, tuple[Callable[[], graphs.GraphRuntime], Callable[[], None]]] = {
+    "right": (Recorded if interpreter.interprets else graphs.CudaGraphs, lambda: None),
     "stale": (Stale, lambda: None),
     "refusing": (Refusing, lambda: None),
     "attention": (Recorded, wrong_attention),
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[type[Recorded], Callable[[], None]]] = {
 if __name__ == "__main__":
     runtime, mistake = CASES[sys.argv[1]]
     interpreter.ORDER.seed(1)
-    model = load_model(SHIPPED_MODEL, "bfloat16", "cpu", attention_backend="sdpa")
+    model = load_model(SHIPPED_MODEL, "bfloat16", str(interpreter.DEVICE), attention_backend="sdpa")
     mistake()
     found = self_test.self_test(model, runtime)
     way = choose_way("auto", DeviceExaminer(model, self_test.SIZE, runtime))

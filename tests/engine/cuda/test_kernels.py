@@ -6,9 +6,10 @@ import random
 
 import pytest
 
-from tests.engine.cuda.processes import SECONDS, interpreted, needs_triton
+from tests.engine.cuda.processes import SECONDS, interpreted, needs_a_gpu, needs_triton, on_device
 
 pytestmark = [needs_triton, pytest.mark.timeout(SECONDS + 10)]
+QUICK = ("norms", "gates", "stored")
 LONG = ("far", "isolated", "long", "many", "padded", "random", "rotations")
 DENSE = ("llama", "llama-mha", "llama-tied", "qwen2", "qwen3", "mistral", "gpt-neox", "gpt2")
 FUNCTIONS = (
@@ -30,12 +31,32 @@ FUNCTIONS = (
 def test_rows_and_stores() -> None:
     """The quick ones, for every run of the tests."""
     seed = random.randrange(1000)
-    assert interpreted("checks", "norms", "gates", "stored", str(seed)).count("passed") == 3
+    assert interpreted("checks", *QUICK, str(seed)).count("passed") == 3
 
 
 def test_the_kernels_read_the_pool_where_the_worker_has_it() -> None:
     """Its tensor is head-major: a backend that takes the dimensions as they come is wrong."""
     assert "passed" in interpreted("pools", str(random.randrange(1000)))
+
+
+@pytest.mark.gpu
+@pytest.mark.triton
+@needs_a_gpu
+@pytest.mark.parametrize("check", [*QUICK, *LONG])
+def test_on_a_gpu(check: str) -> None:
+    """The same checks of kernels that a GPU runs; ``far`` needs 26 GB there."""
+    assert "passed" in on_device("checks", check, str(random.randrange(1000)))
+
+
+@pytest.mark.gpu
+@pytest.mark.triton
+@needs_a_gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", DENSE)
+def test_a_model_on_a_gpu(kind: str, dtype: str) -> None:
+    seed = str(random.randrange(1000))
+    assert "passed" in on_device("pools", seed)
+    assert "differ by" in on_device("whole", kind, dtype, seed)
 
 
 @pytest.mark.triton

@@ -9,7 +9,7 @@ import pytest
 from kvrelay.cli.doctor import device
 from kvrelay.cli.doctor.command import main
 from kvrelay.engine.self_test import DeviceCheck, SelfTest
-from tests.engine.cuda.processes import interpreted, needs_triton
+from tests.engine.cuda.processes import interpreted, needs_a_gpu, needs_triton, on_device
 
 # The best way, and the checks that do not hold.
 CASES = {
@@ -30,6 +30,16 @@ def test_mistakes_of_a_device(case: str) -> None:
     assert doctor == f"way {way}; failed {failed}"
     name = way.replace("graphs", "triton with CUDA graphs")
     assert worker == f"a worker computes with {name}: rows-same cuts-same"
+
+
+@pytest.mark.gpu
+@pytest.mark.triton
+@needs_a_gpu
+def test_a_gpu() -> None:
+    """Its own graphs, streams and memory; the programs print what was found."""
+    *_, worker, doctor = on_device("self_tests", "right").splitlines()
+    assert doctor == "way graphs; failed []"
+    assert worker.startswith("a worker computes with triton with CUDA graphs: ")
 
 
 def test_without_a_device_the_way_is_sdpa(capsys: pytest.CaptureFixture[str]) -> None:

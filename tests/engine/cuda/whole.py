@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tests.engine.cuda.interpreter import ORDER  # isort: skip (it comes before every kernel)
+from tests.engine.cuda.interpreter import DEVICE, ORDER  # isort: skip (it comes before every kernel)
 
 from kvrelay.engine.core.updates import Work
 from kvrelay.engine.model.decoder import Decoder
@@ -34,7 +34,7 @@ def run(kind: str, dtype: str, seed: int) -> str:
     kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     with tempfile.TemporaryDirectory() as folder:
         path = tiny_model(kind, Path(folder) / kind, kinds[dtype], seed)
-        loaded = load_model(path, dtype, "cpu")
+        loaded = load_model(path, dtype, str(DEVICE))
         ours = Runner(loaded, BLOCKS, SIZE, "triton")
         real = Runner(loaded, BLOCKS, SIZE, "sdpa")
         assert ours.attention_profile.startswith("triton-")
