@@ -170,7 +170,7 @@ def _checked(
     shape = PoolShape(1, seen.layers, 1, seen.kv_heads, seen.head_dim, dtype)
     own = reference_logits(forward, device, vocab)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    compute = _computes(forward, max_len)
+    compute = computing(forward, max_len)
     error = compare_logits(compute, shape, device, own, attention_backend)
     info = ModelInfo(
         name=directory.resolve().name,
@@ -192,7 +192,7 @@ def _checked(
     return LoadedModel(info, compute, device)
 
 
-def _computes(forward: TransformersModel, max_len: int) -> CausalModel:
+def computing(forward: TransformersModel, max_len: int) -> CausalModel:
     """Our forward if the model is a known one, else its own with packed layers."""
     known = extract_weights(forward.model, max_len)
     if known is not None:

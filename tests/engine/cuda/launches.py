@@ -1,4 +1,4 @@
-"""Counts what a step of the real runner launches, on fake CUDA tensors: ``.. KIND [BACKEND]``.
+"""Counts what a step of the real runner launches, on fake CUDA tensors: ``.. KIND [BACKEND [SM]]``.
 
 Prints one JSON object a step. Nothing is computed: a fake tensor has a shape, a dtype and a device,
 and an operation between devices is an error as it is on a GPU. A copy from the host or a read of
@@ -26,14 +26,14 @@ from triton.runtime.jit import JITFunction
 from kvrelay.engine.attention import pool
 from kvrelay.engine.attention.native.build import compiler
 from kvrelay.engine.core.updates import Foresee, Work
-from kvrelay.engine.model.decoder import Decoder
-from kvrelay.engine.model.decoder_weights import extract_weights
-from kvrelay.engine.model.loading import LoadedModel, ModelInfo
+from kvrelay.engine.model.forward import TransformersModel
+from kvrelay.engine.model.loading import LoadedModel, ModelInfo, computing
 from kvrelay.engine.runner import Runner
 from kvrelay.sampling import Sampling
 from tests.models import KINDS, VOCAB
 
 HEADS, KV_HEADS, DIM = 8, 2, 64
+OWN_HEADS = ("llama-mha", "gpt2", "gpt-neox")  # a KV head for every query head
 SIZES = {"triton": 16, "varlen": 256}  # positions of a block
 # Operations that are views, or that allocate and do nothing else.
 QUIET = (
@@ -42,13 +42,17 @@ QUIET = (
     *("unsqueeze", "view", "_reshape_alias", "new_empty", "empty_strided", "device"),
 )
 WAITING = ("_local_scalar_dense", "item", "nonzero", "_unique2", "equal")
+# Torch's grouped product, in bfloat16 on these devices, reads how many rows each group has on the
+# device; elsewhere the host does, inside of the operation (aten/src/ATen/native/cuda/GroupedBlas).
+GROUPED = (9, 10)
 
 
 class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Launches, copies from the host and waits for the device, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, major: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._major = major
         self.launched: Counter[str] = Counter()
         self.copied: Counter[str] = Counter()
         self.waited: Counter[str] = Counter()
@@ -64,7 +68,7 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = str(func.overloadpacket.__name__)  # type: ignore[attr-defined]
         tensors = [each for each in args if isinstance(each, torch.Tensor)]
         target = str(named.get("device", tensors[0].device if tensors else "cpu"))
-        if name in WAITING:
+        if name in WAITING or (name == "_grouped_mm" and not self._grouped(tensors)):
             self.waited[name] += 1
         elif (
             name in ("_to_copy", "copy_")
@@ -74,6 +78,9 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif target.startswith("cuda") and name not in QUIET:
             self.launched[name] += 1
         return func(*args, **named)
+
+    def _grouped(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return self._major in GROUPED and tensors[0].dtype is torch.bfloat16
 
     def kernel(self, function: JITFunction, *given: object, **named: object) -> None:
         """In place of ``JITFunction.run``."""
@@ -103,8 +110,8 @@ class _NoCopier:
         pass
 
 
-def enable(mode: FakeTensorMode) -> None:
-    """Make this torch believe in a CUDA device, for fake tensors."""
+def enable(mode: FakeTensorMode, major: int) -> None:
+    """Make this torch believe in a CUDA device of capability ``major``, for fake tensors."""
     library = Path(tempfile.mkdtemp()) / "guard.so"
     root = Path(torch.__file__).parent
     flags = ["-std=c++20", "-shared", "-fPIC", "-w", f"-I{root}/include", f"-L{root}/lib", "-lc10"]
@@ -119,7 +126,7 @@ def enable(mode: FakeTensorMode) -> None:
     torch.from_numpy = from_numpy  # type: ignore[assignment]
     torch.cuda.Event = _NoEvent  # type: ignore[assignment,misc]
     torch.Tensor.numpy = _zeros  # type: ignore[assignment,method-assign]
-    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.cuda.get_device_capability = lambda device=None: (major, 0)
     torch.backends.cuda.is_flash_attention_available = lambda: True
     pool.DeviceBlockCopier = _NoCopier  # type: ignore[assignment,attr-defined]
 
@@ -134,15 +141,18 @@ def _zeros(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.int3
 def runner_of(kind: str, layers: int, backend: str) -> Runner:
     """A runner of a model on the fake device."""
     model_type, own = KINDS[kind]
-    shape = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": DIM}
+    kv_heads = HEADS if kind in OWN_HEADS else KV_HEADS
+    shape = {"num_attention_heads": HEADS, "num_key_value_heads": kv_heads, "head_dim": DIM}
     config = AutoConfig.for_model(
         model_type,
         **{**own, "vocab_size": VOCAB, "hidden_size": 512, "num_hidden_layers": layers, **shape},
+        bos_token_id=None,
+        eos_token_id=None,
     )
     make = cast(Callable[..., PreTrainedModel], AutoModelForCausalLM.from_config)
     with torch.device("cuda"), torch.no_grad():
-        weights = extract_weights(make(config, dtype=torch.bfloat16), 4096)
-    assert weights is not None
+        given = make(config, dtype=torch.bfloat16).train(False)
+        forward = computing(TransformersModel(given), 4096)
     info = ModelInfo(
         name=kind,
         revision="",
@@ -151,7 +161,7 @@ def runner_of(kind: str, layers: int, backend: str) -> Runner:
         device="cuda",
         num_layers=layers,
         num_heads=HEADS,
-        num_kv_heads=KV_HEADS,
+        num_kv_heads=kv_heads,
         head_dim=DIM,
         vocab_size=VOCAB,
         max_model_len=4096,
@@ -160,7 +170,7 @@ def runner_of(kind: str, layers: int, backend: str) -> Runner:
         num_parameters=0,
         logit_error=0.0,
     )
-    model = LoadedModel(info, Decoder(weights), torch.device("cuda"))
+    model = LoadedModel(info, forward, torch.device("cuda"))
     return Runner(model, 64_000 // SIZES[backend], SIZES[backend], backend)
 
 
@@ -200,15 +210,15 @@ STEPS = {
 }
 
 
-def main(kind: str, backend: str) -> None:
+def main(kind: str, backend: str, major: int) -> None:
     """Steps of models of two and five layers: the difference is that of three layers."""
     with FakeTensorMode() as mode:
-        enable(mode)
-        counts: dict[str, list[tuple[int, tuple[int, int, int]]]] = {}
+        enable(mode, major)
+        counts: dict[str, list[tuple[int, int, tuple[int, int, int]]]] = {}
         for layers in (2, 5):
             runner = runner_of(kind, layers, backend)
             for name, (spans, sampling) in STEPS.items():
-                step = Count()
+                step = Count(major)
                 JITFunction.run = _passed_to(step)
                 own = runner._forward
                 inner = _Watched(own, step)
@@ -222,15 +232,18 @@ def main(kind: str, backend: str) -> None:
                     runner._choose(computed, sampling_works, None, _noting(step, seen))
                 runner._forward = own
                 assert seen == [(step.launched.total(), 0)], "planned before all was launched"
-                assert not step.waited, step.waited
+                assert step.waited == inner.waited, step.waited
                 assert not inner.inside, inner.inside
                 chosen = step.launched.total() - before
                 copies = (step.copied["up"], step.copied["down"], chosen)
-                counts.setdefault(name, []).append((before, copies))
-    for name, ((two, (up, down, sampling_launches)), (five, again)) in counts.items():
-        assert (up, down, sampling_launches) == again, "they depend on the number of layers"
+                counts.setdefault(name, []).append((before, step.waited.total(), copies))
+    for name, ((two, waits, copies), (five, more, again)) in counts.items():
+        assert copies == again, "they depend on the number of layers"
+        up, down, sampling_launches = copies
         a_layer = (five - two) / 3
         told = {"layer": a_layer, "rest": two - 2 * a_layer, "sampling": sampling_launches}
+        told["waits"] = (more - waits) / 3
+        assert waits == 2 * told["waits"], "a wait outside of the layers"
         print(json.dumps({"step": name, "up": up, "down": down, **told}))
 
 
@@ -252,19 +265,22 @@ def _passed_to(count: Count) -> Callable[..., None]:
 
 
 class _Watched:
-    """A forward pass, and the copies from the host that happen inside of it."""
+    """A forward pass, and the copies and waits that happen inside of it."""
 
     def __init__(self, own: object, count: Count) -> None:
         self._own = own
         self._count = count
         self.inside: Counter[str] = Counter()
+        self.waited: Counter[str] = Counter()
 
     def logits(self, *arguments: object) -> torch.Tensor:
         before = self._count.copied.copy()
         found = cast(torch.Tensor, self._own.logits(*arguments))  # type: ignore[attr-defined]
         self.inside = self._count.copied - before
+        self.waited = self._count.waited.copy()
         return found
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *(sys.argv[2:] or ["triton"]))
+    kind_asked, backend_asked, version = (*sys.argv[1:], *("triton", "90")[len(sys.argv) - 2 :])
+    main(kind_asked, backend_asked, int(version) // 10)
