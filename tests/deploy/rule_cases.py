@@ -11,6 +11,7 @@ STEPS = 80  # of 15 seconds
 ROUTER = 'model_name="m",instance="r:9100"'
 WORKER = 'model_name="m",worker="w:50060",role="decode",instance="w:9100"'
 STORE = 'instance="s:9100"'
+EVICTED = f'missed_blocks_total{{{WORKER},reason="evicted"}}'
 ALIVE = f'router_worker_in_flight{{{ROUTER},role="decode",state="ready",worker="w:50060"}}'
 FIRST_TOKEN = f"time_to_first_token_seconds_bucket{{{ROUTER},le="
 
@@ -37,6 +38,7 @@ QUIET: Mapping[str, str] = {
     f'{FIRST_TOKEN}"5.0"}}': "0+15x80",
     f'{FIRST_TOKEN}"+Inf"}}': "0+15x80",
     f'missed_blocks_total{{{WORKER},reason="never_stored"}}': "0+40x80",
+    EVICTED: "0+2x80",
     f'missed_blocks_total{{{WORKER},reason="other_numerics"}}': "0+0x80",
     f"store_lookups_total{{{WORKER}}}": "0+15x80",
     f"store_lookup_failures_total{{{WORKER}}}": "0+0x80",
@@ -48,6 +50,8 @@ QUIET: Mapping[str, str] = {
     f"kvstore_rejected_blocks_total{{{STORE}}}": "0+0x80",
     f"kvstore_received_bytes_total{{{STORE}}}": "0+1.5e7x80",  # 67 minutes for all memory
     f"kvstore_evicted_blocks_total{{{STORE}}}": "0+30x80",
+    f"kvstore_lookup_hits_total{{{STORE}}}": "0+60x80",
+    f"kvstore_lookup_misses_total{{{STORE}}}": "0+42x80",
     f"kvstore_corrupt_blocks_total{{{STORE}}}": "0+0x80",
     f"kvstore_disk_bytes{{{STORE}}}": "5e9x80",
     f"kvstore_disk_budget_bytes{{{STORE}}}": "9e9x80",
@@ -68,11 +72,14 @@ OF_OTHER = {"model_name": "m", "role": "decode", "worker": "d:50060"}
 
 @dataclass(frozen=True, slots=True)
 class RuleCase:
-    """``changes``: series by the beginning of their name, or whole; a value of "" removes one."""
+    """``changes``: series by the beginning of their name, or whole; a value of "" removes one.
+
+    Without an ``alert`` none may fire.
+    """
 
     title: str
     changes: Mapping[str, str]
-    alert: str
+    alert: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
     severity: str = "warning"
     summary: str = ""
@@ -214,11 +221,11 @@ CASES = (
         summary="store s:9100 cannot evict enough for new blocks",
     ),
     RuleCase(
-        "40 MB/s are put into a store of 4 GB",
-        {"kvstore_received": "0+6e8x80"},
+        "40 MB/s are put into a store of 4 GB, and a fifth of what is looked up was evicted",
+        {"kvstore_received": "0+6e8x80", EVICTED: "0+20x80"},
         "KvrelayStoreEvictsYoungBlocks",
         OF_STORE,
-        summary="store s:9100 replaces all blocks in 1m 40s",
+        summary="store s:9100 replaces all blocks in 1m 40s, and they are missed",
     ),
     RuleCase(
         "every lookup fails",
@@ -277,12 +284,21 @@ CASES = (
     ),
 )
 
+SILENT = (
+    RuleCase(
+        "a small store replaces blocks that are not asked for again",
+        {"kvstore_bytes": "6e7x80", "kvstore_budget": "6.7e7x80", "kvstore_leased": "1e6x80"}
+        | {"kvstore_reserved": "1e6x80", "kvstore_received": "0+3e6x80"},
+    ),
+    RuleCase("evicted blocks are asked for after a long time", {EVICTED: "0+20x80"}),
+)
+
 
 def promtool_file(rules: Path, alerts: Iterable[str]) -> str:
     """What ``promtool test rules`` reads. JSON, which is YAML."""
     names = sorted(set(alerts))
     tests = [_test("a quiet cluster", QUIET, names, None)]
-    tests += [_test(case.title, case.series(), names, case) for case in CASES]
+    tests += [_test(case.title, case.series(), names, case) for case in (*CASES, *SILENT)]
     made = {"rule_files": [str(rules)], "evaluation_interval": "15s", "tests": tests}
     return json.dumps(made, indent=1)
 

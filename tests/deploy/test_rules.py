@@ -59,12 +59,13 @@ def test_alerts_fire_for_their_cause_only(tmp_path: Path) -> None:
 
 @needs_promtool
 def test_a_rule_that_is_wrong_is_noticed(tmp_path: Path) -> None:
-    """Worker states spelled otherwise, a threshold of zero: promtool tells of both cases."""
+    """Worker states spelled otherwise, thresholds of zero: promtool tells of each."""
     rules, file = tmp_path / "rules.yml", tmp_path / "cases.yml"
     text = RULES.read_text(encoding="utf-8")
     for right, wrong, title in (
         ('state="unreachable"', 'state="gone"', "KvrelayWorkerDown"),
         ("> 2.5", "> 0", "KvrelayFirstTokenSlow"),
+        ("> 0.1\n", ">= 0\n", "KvrelayStoreEvictsYoungBlocks"),
     ):
         assert right in text
         rules.write_text(text.replace(right, wrong))
