@@ -117,7 +117,7 @@ class LoadAnswer:
     sent: float
     first: float | None = None
     last: float | None = None
-    gaps: list[float] = field(default_factory=list)  # between pieces that have tokens
+    gaps: list[float] = field(default_factory=list)  # between two tokens
     tokens: int = 0
     ids: list[int] | None = field(default_factory=list)
     has_ids: bool = False  # a piece had a list of them
@@ -130,8 +130,11 @@ class LoadAnswer:
     retry_after: float | None = None
 
     def take(self, piece: AnswerPiece) -> None:
-        """Add a piece. One without token ids counts as one token until the usage comes."""
-        count = bool(piece.text) if piece.ids is None else len(piece.ids)
+        """Add a piece. One without token ids counts as one token until the usage comes.
+
+        The tokens of a piece share the time since the last one: as in the router's histogram.
+        """
+        count = int(bool(piece.text)) if piece.ids is None else len(piece.ids)
         if piece.ids is None:
             self.ids = None if count else self.ids
         else:
@@ -144,7 +147,7 @@ class LoadAnswer:
             if self.last is None:
                 self.first = piece.at
             else:
-                self.gaps.append(piece.at - self.last)
+                self.gaps += [(piece.at - self.last) / count] * count
             self.last = piece.at
             self.tokens += count
         self.finish = piece.finish or self.finish

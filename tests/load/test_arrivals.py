@@ -20,6 +20,7 @@ from kvrelay.cluster.layout import ROOT
 from kvrelay.errors import Rejected
 from kvrelay.load.draws import Arrivals, LengthDraw
 from kvrelay.load.figures import Course, Durations
+from kvrelay.load.request import AnswerPiece, LoadAnswer, LoadRequest
 from tests.load.rig import LoadCommand
 
 SEED = 7
@@ -236,6 +237,16 @@ def test_ctrl_c_ends_with_the_report(tmp_path: Path) -> None:
     assert level["requests"]["done"] > 0
     assert level["seconds"] > 0
     assert "E2E" in out
+
+
+def test_the_tokens_of_an_event_share_the_time_since_the_last_one() -> None:
+    """The mean ITL is then that of the tokens, however the server bundles them."""
+    request = LoadRequest(number=0, parts=((1, 2),), max_tokens=6, seed=0)
+    answer = LoadAnswer(request, due=0.0, sent=0.0)
+    for at, count in ((1.0, 1), (1.5, 1), (2.25, 3), (2.25, 0), (3.0, 1)):
+        answer.take(AnswerPiece(at=at, ids=[7] * count))
+    assert answer.gaps == [0.5, 0.25, 0.25, 0.25, 0.75]
+    assert statistics.fmean(answer.gaps) == answer.token_gap()
 
 
 def test_the_reports_have_every_request(load: LoadCommand, tmp_path: Path) -> None:
