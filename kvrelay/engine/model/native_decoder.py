@@ -13,7 +13,7 @@ import torch
 
 from kvrelay.engine.attention.backend import AttentionStep
 from kvrelay.engine.attention.native.backend import NativeStep
-from kvrelay.engine.attention.native.rows import RowKernels
+from kvrelay.engine.attention.native.rows import RowKernels, result_rows
 from kvrelay.engine.model.decoder_weights import DecoderWeights, RmsNorm
 
 
@@ -45,14 +45,24 @@ class NativeDecoder:
             norm = layer.heads_norm
             weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.epsilon)
             kernels.rotate(joint, weights.angles, positions, turning, weight, epsilon)
-            added = layer.out(step.attend_joint(number, joint, heads.queries, heads.scaling))
+            attended = step.attend_joint(number, joint, heads.queries, heads.scaling)
+            if layer is weights.layers[-1]:  # nothing reads its other rows
+                attended, hidden = _taken(attended, rows), hidden[rows]
+            added = layer.out(attended)
             joint = layer.gate_up(self._norm(added, hidden, layer.before_mlp))
             added = layer.down(kernels.gate(joint))
         assert added is not None
-        last = self._norm(added[rows], hidden[rows], weights.norm)
-        return weights.head(last)[: rows.shape[0]]
+        return weights.head(self._norm(added, hidden, weights.norm))[: rows.shape[0]]
 
     def _norm(
         self, added: torch.Tensor | None, residual: torch.Tensor, owner: RmsNorm
     ) -> torch.Tensor:
         return self.kernels.norm(added, residual, owner.weight, owner.epsilon)
+
+
+def _taken(given: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Some rows of a result, as ``result_rows``."""
+    count = rows.shape[0]
+    out = result_rows(count, given.shape[1], given.dtype)
+    torch.index_select(given, 0, rows, out=out[:count])
+    return out

@@ -227,6 +227,40 @@ def check_store(function: Function) -> None:
             assert same(out, attend(function, replace(problem, pool=want), spans, query))
 
 
+def check_many_stored(function: Function) -> None:
+    """New K and V of long prompts, stored by several threads."""
+    generator = torch.Generator().manual_seed(4)
+    pool = torch.zeros((30, 1, 2, 16, 2, 32), dtype=torch.bfloat16)
+    query, key, value = torch.randn((3, 300, 2, 32), generator=generator).bfloat16()
+    order = torch.randperm(30, generator=generator).tolist()
+    spans = [(9, 170, order[:12]), (0, 130, order[12:])]
+    want = pool.clone()
+    places = [(table, at) for first, count, table in spans for at in range(first, first + count)]
+    for row, (table, at) in enumerate(places):
+        want[table[at // 16], 0, :, at % 16] = torch.stack((key[row], value[row]))
+    wanted = attend(function, Problem(want, 1, 0.3), spans, query)
+    for threads in (1, 3):
+        empty, team = pool.clone(), Team()
+        problem = Problem(empty, 1, 0.3)
+        out = attend(function, problem, spans, query, threads, team.address, new=(key, value))
+        assert same(empty, want)
+        assert same(out, wanted)
+        assert team.sizes == ([] if threads == 1 else [3, 3])  # to store, to attend
+
+
+def check_windows(function: Function) -> None:
+    """Windows of more than a tile: a row of a prompt sees what it sees alone."""
+    generator = torch.Generator().manual_seed(8)
+    table = torch.randperm(20, generator=generator).tolist()
+    for dtype in (torch.float32, torch.bfloat16):
+        pool = torch.randn((20, 1, 2, 16, 2, 32), generator=generator).to(dtype)
+        query = torch.randn((300, 4, 32), generator=generator).to(dtype)
+        for window in (64, 65, 70, 127, 150):
+            problem = Problem(pool, 2, 0.3, window=window)
+            alone = attend(function, problem, [(at, 1, table) for at in range(300)], query)
+            assert same(attend(function, problem, [(0, 300, table)], query), alone), window
+
+
 def check_tiny_calls_stay_in_one_thread(function: Function) -> None:
     pool = torch.randn(4, 1, 2, 16, 2, 64)
     team = Team()
@@ -284,6 +318,8 @@ def everything(function: Function, oracle: Function, seed: int, cases: int) -> N
     check_far(function)
     check_order(function, oracle)
     check_store(function)
+    check_many_stored(function)
+    check_windows(function)
     check_isolation(function, oracle)
     check_long(function)
     check_random(function, oracle, seed, cases)

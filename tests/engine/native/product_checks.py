@@ -135,9 +135,9 @@ def check_threads(function: ProductFunction) -> None:
     before = torch.get_num_threads()
     try:
         for rows, columns, size, woken in (
-            (1, 700, 260, True),
-            (470, 333, 300, True),
-            (3, 40, 40, False),
+            (1, 700, 260, 1),
+            (470, 333, 300, 2),  # to copy them first
+            (3, 40, 40, 0),
         ):
             torch.set_num_threads(1)
             product, _, _ = layer(function, generator, columns, size)

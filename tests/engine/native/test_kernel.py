@@ -61,6 +61,8 @@ def test_many_random_problems(function: Function, oracle: Function) -> None:
     "check",
     [
         checks.check_store,
+        checks.check_many_stored,
+        checks.check_windows,
         checks.check_long,
         checks.check_far,
         checks.check_tiny_calls_stay_in_one_thread,

@@ -21,8 +21,8 @@ SECONDS = 200
 MUTANTS = {
     "a row sees the next position": (
         KERNEL,
-        "const long to = least(high, position(i) + 1 - tile);",
-        "const long to = least(high, position(i) + 2 - tile);",
+        "group.highs[i] = least(high, position + 1 - tile);",
+        "group.highs[i] = least(high, position + 2 - tile);",
     ),
     "a window is one key wider": (
         KERNEL,
@@ -43,8 +43,28 @@ MUTANTS = {
     "no isolation of a NaN": (KERNEL, "= hidden && !finite(high);", "= false;"),
     "half of a pair is not isolated": (KERNEL, "x * PER + 1 >= to;", "false;"),
     "a NaN has the bits of its origin": (KERNEL, "= canonical(::add(", "= (::add("),
-    "sums are not scaled": (KERNEL, "sum = multiply(sum, all(f));", ";"),
-    "outputs are not scaled": (KERNEL, "if (f != 1.f)", "if (f > 1.f)"),
+    "sums are not scaled": (
+        KERNEL,
+        "multiply(load(sums), all(group.factors[r]))",
+        "load(sums)",
+    ),
+    "outputs are not scaled": (KERNEL, "factors[i] != 1.f;", "factors[i] > 1.f;"),
+    "rows of the next head get a maximum": (
+        KERNEL,
+        "store(tops, between(peak, 0, group.rows, past));",
+        "store(tops, peak);",
+    ),
+    "the last row of a group sees what the first sees": (
+        KERNEL,
+        "low > 0 || first_seen(to) > tile",
+        "low > 0 || first_seen(from) > tile",
+    ),
+    "no soft cap in the middle of a prompt": (KERNEL, "scale.capped != 0.f || apart;", "apart;"),
+    "only the first keys of a prompt are stored": (
+        KERNEL,
+        "pieces = ceiling(entry[2], STORED);",
+        "pieces = least(entry[2], 1);",
+    ),
     "a sink has no weight": (KERNEL, "fmaf(sum, f, power(sink - peak))", "sum * f"),
     "a soft cap without its divisor": (KERNEL, "float(g.scale / g.softcap)", "float(g.scale)"),
     "offsets of 32 bits": (
@@ -62,9 +82,9 @@ MUTANTS = {
     "a tiny call wakes threads": (KERNEL, "SERIAL = 50e3", "SERIAL = 0"),
     "the first rows of a call are rounded otherwise": (
         KERNEL,
-        "s[i] = power(fused(s[i], all(scale.by), base));",
-        "s[i] = vectors < 4 ? power(fused(s[i], all(scale.by), base))"
-        " : power(add(multiply(s[i], all(scale.by)), base));",
+        "s[i] = power(fused(load(scores + r * TILE + VECTOR * i), by, beside));",
+        "s[i] = group.vectors < 4 ? power(fused(load(scores + r * TILE + VECTOR * i), by, beside))"
+        " : power(add(multiply(load(scores + r * TILE + VECTOR * i), by), beside));",
     ),
     "of a pair the even product is first": (
         LANES,
@@ -143,10 +163,10 @@ PRODUCT_MUTANTS = {
         "_tile_loadd(6, packed + STEP / 2, LINE);",
     ),
     "the last task has the rows of the first": (
-        "task / job.across * job.tall, bottom",
-        "task / job.across * 0, bottom",
+        "row = job.top + i * FEW, rows",
+        "row = i * FEW, rows",
     ),
-    "the last rows of many are left out": ("tasks = down * across", "tasks = across"),
+    "the last rows of many are left out": ("job.top < rows;", "job.top < 1;"),
     "few products wake threads": ("SERIAL = 1e5", "SERIAL = 0"),
     "many products wake no threads": ("SERIAL = 1e5", "SERIAL = 1e15"),
     "subnormal numbers count": ("  const Rounding rounding;\n", ""),
@@ -168,19 +188,25 @@ PRODUCT_MUTANTS = {
         "_mm512_mask_loadu_epi16(_mm512_set1_epi32(-1), here, x + 2 * i * job.k)",
     ),
     "every strip has the rows of the first": (
-        "const char* x = copies + i * length + from * STRIP;",
-        "const char* x = copies + from * STRIP;",
+        "job.copy(i) + from * STRIP",
+        "job.copy(0) + from * STRIP",
     ),
     "later blocks of many rows are the first": (
-        "copies + i * length + from * STRIP;",
-        "copies + i * length;",
+        "job.copy(i) + from * STRIP",
+        "job.copy(i)",
     ),
-    "rows of another task are kept": ("i < strips && copied != top;", "i < strips && copied < 0;"),
+    "later rows are copies of the first": (
+        "const long row = job.top + i * FEW;\n",
+        "const long row = i * FEW;\n",
+    ),
     "columns beyond the last are written": (
         "__mmask32((1ull << least(PANEL, job.n - from)) - 1)",
         "~__mmask32(0)",
     ),
-    "rows beyond the last are read": ("least(FEW, bottom - top - i * FEW)", "FEW"),
+    "rows beyond the last are read": (
+        "row, least(FEW, job.bottom - row), job.copy(i)",
+        "row, FEW, job.copy(i)",
+    ),
     "the bias is added after rounding": (
         "left = _mm512_add_ps(left, low);",
         "left = _mm512_add_ps(_mm512_castsi512_ps(_mm512_and_si512("

@@ -10,6 +10,7 @@
 #include "lanes.h"
 
 #include <atomic>
+#include <cfloat>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -19,7 +20,8 @@
 
 namespace {
 
-constexpr long SHARE = 192;        // rows that use one packed tile
+constexpr long SHARE = 768;        // rows that use one packed tile
+constexpr long STORED = 64;        // positions that a thread stores at a time
 constexpr double SERIAL = 50e3;    // nanoseconds of work that are not worth waking threads for
 constexpr double BYTES_A_NS = 12;  // one thread packs so much, about
 constexpr double PRODUCTS_A_NS = 40;
@@ -192,45 +194,6 @@ struct Scale {
   }
 };
 
-// Scores of one row to weights of keys [low, high) of the tile. Returns by what the row's past in
-// this segment is to be scaled.
-template <bool PAIRS>
-inline float weigh(const float* scores, long vectors, long low, long high, const Scale& scale,
-                   float& top, float* sums, Word* weights) {
-  const Lanes none = all(-INFINITY);
-  Lanes s[4], peaks = none;
-  for (long i = 0; i < vectors; i++) {
-    s[i] = load(scores + VECTOR * i);
-    if (scale.capped != 0.f) s[i] = tangent(multiply(s[i], all(scale.capped)));
-    s[i] = between(s[i], low - VECTOR * i, high - VECTOR * i, none);
-    peaks = larger(peaks, s[i]);
-  }
-  const float past = top, peak = larger(past, largest(peaks) * scale.by);
-  const Lanes base = all(peak == -INFINITY ? 0.f : -peak);
-  for (long i = 0; i < vectors; i++) s[i] = power(fused(s[i], all(scale.by), base));
-  for (long i = vectors; i < 4; i++) s[i] = zero();
-  Lanes sum = load(sums);
-  float f = 1.f;
-  if (peak != past) {
-    f = power(past - peak);
-    sum = multiply(sum, all(f));
-    top = peak;
-  }
-  if constexpr (PAIRS) {
-    for (int i = 0; i < 4; i += 2) {
-      store_weights(weights + VECTOR / 2 * i, s[i], s[i + 1]);
-      sum = BrainFloats::dot(sum, pair(0x3f803f80), load_pairs(weights + VECTOR / 2 * i));  // ones
-    }
-  } else {
-    for (int i = 0; i < 4; i++) {
-      sum = add(sum, s[i]);
-      store((float*)weights + VECTOR * i, s[i]);
-    }
-  }
-  store(sums, sum);
-  return f;
-}
-
 // ---- rows and their parts
 
 struct State {  // of `count` rows: maxima, sums in lanes, outputs before the division
@@ -239,6 +202,60 @@ struct State {  // of `count` rows: maxima, sums in lanes, outputs before the di
   State(float* at, long count)
       : tops(at), sums(at + ceiling(count, 16) * 16), acc(sums + count * VECTOR) {}
 };
+
+// Rows that are multiplied together, at most VECTOR.
+struct Group {
+  long first, rows;                   // of the state
+  long vectors;                       // of scores; there are no keys beyond
+  long lows[VECTOR], highs[VECTOR];   // of the tile's keys each row sees [low, high), if EDGES
+  alignas(64) float factors[VECTOR];  // by what each row's past in this segment is to be scaled
+};
+
+// Scores of a group, TILE a row, to weights of the keys that each row sees: all if not EDGES.
+template <bool PAIRS, bool EDGES>
+void weigh(Group& group, const Scale& scale, const State& state, float* scores, Word* weights) {
+  const Lanes none = all(-INFINITY), by = all(scale.by);
+  alignas(64) float peaks[VECTOR] = {}, bases[VECTOR];
+  for (long r = 0; r < group.rows; r++) {
+    float* row = scores + r * TILE;
+    Lanes peak = none;
+    UNROLL for (long i = 0; i < TILE / VECTOR; i++) {
+      Lanes s = EDGES && i >= group.vectors ? none : load(row + VECTOR * i);
+      if constexpr (EDGES) {
+        if (scale.capped != 0.f) s = tangent(multiply(s, all(scale.capped)));
+        s = between(s, group.lows[r] - VECTOR * i, group.highs[r] - VECTOR * i, none);
+        store(row + VECTOR * i, s);
+      }
+      peak = larger(peak, s);
+    }
+    peaks[r] = largest(peak);
+  }
+  float* tops = state.tops + group.first;
+  const Lanes past = load(tops), peak = larger(past, multiply(load(peaks), by));
+  const Lanes base = subtract(zero(), larger(all(-FLT_MAX), peak));  // finite if no key was seen
+  store(tops, between(peak, 0, group.rows, past));
+  store(bases, base);
+  store(group.factors, power(add(past, base)));
+  for (long r = 0; r < group.rows; r++) {
+    float* sums = state.sums + (group.first + r) * VECTOR;
+    const Lanes beside = all(bases[r]);
+    Lanes sum = multiply(load(sums), all(group.factors[r])), s[TILE / VECTOR];
+    UNROLL for (long i = 0; i < TILE / VECTOR; i++)
+      s[i] = power(fused(load(scores + r * TILE + VECTOR * i), by, beside));
+    if constexpr (PAIRS) {
+      UNROLL for (long i = 0; i < TILE / VECTOR; i += 2) {
+        const Pairs made = store_weights(weights + r * TILE + VECTOR / 2 * i, s[i], s[i + 1]);
+        sum = BrainFloats::dot(sum, pair(0x3f803f80), made);  // ones
+      }
+    } else {
+      UNROLL for (long i = 0; i < TILE / VECTOR; i++) {
+        sum = add(sum, s[i]);
+        store((float*)weights + r * TILE + VECTOR * i, s[i]);
+      }
+    }
+    store(sums, sum);
+  }
+}
 
 // Adds a segment of row `from` to row `to`; `begun`: there was one before.
 void merge(const State& target, long to, const State& part, long from, long wide, bool begun) {
@@ -322,9 +339,15 @@ struct Worker {
     return true;
   }
 
-  long position(long row) const { return item.from + row % rows / g.group; }
-  long member(long row) const { return (item.low + row / rows) * g.group + row % g.group; }
-  long packed(long row) const { return item.entry[0] + position(row) - item.entry[1]; }
+  long packed(long position) const { return item.entry[0] + position - item.entry[1]; }
+  // visit(row of the item, its position, its query head) for every row.
+  template <class Visit>
+  void each_row(Visit visit) const {
+    long r = 0;
+    for (long head = item.low; head < item.high; head++)
+      for (long position = item.from; position < item.to; position++)
+        for (long i = 0; i < g.group; i++) visit(r++, position, head * g.group + i);
+  }
   long first_seen(long position) const {
     return g.window ? most(0, position - g.window + 1) : 0;
   }
@@ -352,8 +375,8 @@ struct Worker {
   }
 
   void load_queries() {
-    for (long r = 0; r < count; r++) {
-      const char* at = g.query + BYTES * (packed(r) * g.q_row + member(r) * g.q_head);
+    each_row([&](long r, long position, long head) {
+      const char* at = g.query + BYTES * (packed(position) * g.q_row + head * g.q_head);
       if constexpr (HALF) {
         for (long x = 0; x < g.dim; x += VECTOR) {
           const long left = least(VECTOR, g.dim - x);
@@ -366,15 +389,15 @@ struct Worker {
       } else {
         memcpy(query + r * words, at, size_t(BYTES * g.dim));
       }
-    }
+    });
   }
 
   // Merges segment `seg` into every row that saw a key of it.
   void add(const State& total, const State& part, long seg) {
-    for (long r = 0; r < count; r++) {
-      const long last = position(r), begun = first_seen(last) / SEGMENT;
-      if (begun <= seg && seg <= last / SEGMENT) merge(total, r, part, r, wide, begun < seg);
-    }
+    each_row([&](long r, long position, long) {
+      const long begun = first_seen(position) / SEGMENT;
+      if (begun <= seg && seg <= position / SEGMENT) merge(total, r, part, r, wide, begun < seg);
+    });
   }
 
   void attend(long seg, const State& state) {
@@ -459,29 +482,42 @@ struct Worker {
     if (begin >= end) return;
     const bool hidden = begin + 1 - tile < high || first_seen(end - 1) > tile + low;
     const bool apart = hidden && !finite(high);
-    const long last = offset + (end - item.from) * g.group;
-    for (long r = offset + (begin - item.from) * g.group; r < last; r += GROUP) {
-      const long m = least(GROUP, last - r);
-      const long top = least(high, position(r + m - 1) + 1 - tile);
-      const long bottom = most(low, first_seen(position(r)) - tile);
-      const long vectors = ceiling(top, VECTOR);
-      multiply_rows(m, vectors, query + r * words, words, keys, TILE, words, scores, TILE, false);
-      for (long i = r; i < r + m; i++) {
-        const long from = most(low, first_seen(position(i)) - tile);
-        const long to = least(high, position(i) + 1 - tile);
-        Word* weight = weights + (i - r) * TILE;
-        float* acc = state.acc + i * wide;
-        const float f = weigh<PAIRS>(scores + (i - r) * TILE, vectors, from, to, scale,
-                                     state.tops[i], state.sums + i * VECTOR, weight);
-        if (f != 1.f)
-          for (long x = 0; x < wide; x += VECTOR) store(acc + x, multiply(load(acc + x), all(f)));
-        if (apart) add_apart(weight, from, to, acc);
+    const long last = (end - item.from) * g.group;
+    for (long r = (begin - item.from) * g.group; r < last; r += GROUP) {
+      Group group{offset + r, least(GROUP, last - r)};
+      const long from = item.from + r / g.group, to = item.from + (r + group.rows - 1) / g.group;
+      const long top = least(high, to + 1 - tile), bottom = most(low, first_seen(from) - tile);
+      const bool edges = from + 1 - tile < TILE || high < TILE || low > 0 || first_seen(to) > tile ||
+                         scale.capped != 0.f || apart;
+      group.vectors = ceiling(top, VECTOR);
+      for (long i = 0; edges && i < group.rows; i++) {
+        const long position = item.from + (r + i) / g.group;
+        group.lows[i] = most(low, first_seen(position) - tile);
+        group.highs[i] = least(high, position + 1 - tile);
       }
-      if (apart) continue;
+      multiply_rows(group.rows, group.vectors, query + group.first * words, words, keys, TILE, words,
+                    scores, TILE, false);
+      (edges ? weigh<PAIRS, true> : weigh<PAIRS, false>)(group, scale, state, scores, weights);
+      float* acc = state.acc + group.first * wide;
+      rescale(group, acc);
+      if (apart) {
+        for (long i = 0; i < group.rows; i++)
+          add_apart(weights + i * TILE, group.lows[i], group.highs[i], acc + i * wide);
+        continue;
+      }
       const long begun = TILED ? 0 : bottom / PER, ended = TILED ? TILE / PER : ceiling(top, PER);
-      multiply_rows(m, wide / VECTOR, weights + begun, TILE, values + begun * padded, padded,
-                    ended - begun, state.acc + r * wide, wide, true);
+      multiply_rows(group.rows, wide / VECTOR, weights + begun, TILE, values + begun * padded, padded,
+                    ended - begun, acc, wide, true);
     }
+  }
+
+  // Scales the past of all rows if that of one changes: faster than a choice for each.
+  void rescale(const Group& group, float* acc) const {
+    bool changed = false;
+    for (long i = 0; i < group.rows; i++) changed |= group.factors[i] != 1.f;
+    for (long i = 0; changed && i < group.rows; i++)
+      for (float* at = acc + i * wide; at < acc + (i + 1) * wide; at += VECTOR)
+        store(at, multiply(load(at), all(group.factors[i])));
   }
 
   template <class... Rest>
@@ -517,11 +553,11 @@ struct Worker {
 
   void finish(const State& state) {
     char last[4 * VECTOR];
-    for (long r = 0; r < count; r++) {
-      char* out = g.out + BYTES * (packed(r) * g.o_row + member(r) * g.o_head);
+    each_row([&](long r, long position, long head) {
+      char* out = g.out + BYTES * (packed(position) * g.o_row + head * g.o_head);
       float sum = ::total(load(state.sums + r * VECTOR)), f = 1.f;
       if (g.sinks) {
-        const float sink = g.sinks[member(r)] * float(LOG2E), peak = larger(state.tops[r], sink);
+        const float sink = g.sinks[head] * float(LOG2E), peak = larger(state.tops[r], sink);
         f = share(state.tops[r], peak);
         sum = fmaf(sum, f, power(sink - peak));
       }
@@ -535,7 +571,7 @@ struct Worker {
         else store((float*)to, z);
         if (!fits) memcpy(out + BYTES * x, last, size_t(BYTES * (g.dim - x)));
       }
-    }
+    });
   }
 };
 
@@ -561,19 +597,34 @@ void take_items(void* data) {
 
 // ---- the call
 
-void store_new(const Arguments& g) {
+struct Copying {
+  const Arguments* g;
+  std::atomic<long> next;
+};
+
+// New keys and values to the pool, STORED positions of an entry at a time.
+void take_stores(void* data) {
+  Copying& copying = *(Copying*)data;
+  const Arguments& g = *copying.g;
   const long bytes = g.kind == FLOAT32 ? 4 : 2, head = bytes * g.dim;
-  for (const int64_t* entry = g.entries; entry < g.entries + 4 * g.n; entry += 4)
-    for (long i = 0; i < entry[2]; i++) {
-      const long position = entry[1] + i, row = entry[0] + i;
-      const int64_t block = g.tables[entry[3] + position / g.block_size];
-      char* to = g.pool + bytes * (block * g.s_block + g.layer * g.s_layer +
-                                   position % g.block_size * g.s_pos);
-      for (long h = 0; h < g.kv_heads; h++, to += bytes * g.s_head) {
-        memcpy(to, g.key + bytes * (row * g.k_row + h * g.k_head), size_t(head));
-        memcpy(to + bytes * g.s_kv, g.value + bytes * (row * g.v_row + h * g.v_head), size_t(head));
+  long piece = copying.next.fetch_add(1), first = 0;
+  for (const int64_t* entry = g.entries; entry < g.entries + 4 * g.n; entry += 4) {
+    const long pieces = ceiling(entry[2], STORED);
+    for (; piece < first + pieces; piece = copying.next.fetch_add(1)) {
+      const long from = (piece - first) * STORED, to = least(entry[2], from + STORED);
+      for (long i = from; i < to; i++) {
+        const long position = entry[1] + i, row = entry[0] + i;
+        const int64_t block = g.tables[entry[3] + position / g.block_size];
+        char* to = g.pool + bytes * (block * g.s_block + g.layer * g.s_layer +
+                                     position % g.block_size * g.s_pos);
+        for (long h = 0; h < g.kv_heads; h++, to += bytes * g.s_head) {
+          memcpy(to, g.key + bytes * (row * g.k_row + h * g.k_head), size_t(head));
+          memcpy(to + bytes * g.s_kv, g.value + bytes * (row * g.v_row + h * g.v_head), size_t(head));
+        }
       }
     }
+    first += pieces;
+  }
 }
 
 // How the work of a call is cut. It depends on the batch and the threads, and decides no bit.
@@ -581,6 +632,7 @@ struct Plan {
   const Arguments& g;
   const long wide = ceiling(g.dim, VECTOR) * VECTOR;
   double total = 0;
+  long positions = 0;
   Item* items = nullptr;
   Split* splits = nullptr;
   float* parts = nullptr;
@@ -609,6 +661,7 @@ struct Plan {
   void measure(long threads) {
     each(threads, [&](const int64_t*, long from, long to, long) {
       total += cost(to - first(from), g.kv_heads, to - from);
+      positions += to - from;
     });
   }
 
@@ -650,11 +703,15 @@ struct Plan {
 int kvrelay_attention(const Arguments* arguments) {
   static thread_local Memory memory;
   const Arguments& g = *arguments;
-  if (g.key) store_new(g);
-  if (!g.query) return 0;
   Plan plan{g};
   plan.measure(1);
   const long threads = g.parallel && plan.total > SERIAL ? g.threads : 1;
+  if (g.key) {
+    Copying copying{&g, {0}};
+    if (threads > 1 && plan.positions > 2 * STORED) g.parallel(take_stores, &copying, unsigned(threads), 0);
+    else take_stores(&copying);
+  }
+  if (!g.query) return 0;
   plan.cut(threads, false);
   const long item_bytes = ceiling(plan.count * long(sizeof(Item)), 64) * 64;
   const long split_bytes = ceiling(plan.split_count * long(sizeof(Split)), 64) * 64;

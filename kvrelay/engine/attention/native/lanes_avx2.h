@@ -155,10 +155,13 @@ inline Lanes load_float16(const char* at) {
           _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(at + 16)))};
 }
 
-// 32 weights as 16 pairs of bfloat16.
-inline void store_weights(Word* at, Lanes low, Lanes high) {
-  store_bfloat16((char*)at, low);
-  store_bfloat16((char*)(at + 8), high);
+// 32 weights as 16 pairs of bfloat16, stored and returned.
+inline Pairs store_weights(Word* at, Lanes low, Lanes high) {
+  const __m256i x = _mm256_set_m128i(rounded(low.b), rounded(low.a));
+  const __m256i y = _mm256_set_m128i(rounded(high.b), rounded(high.a));
+  _mm256_storeu_si256((__m256i*)at, x);
+  _mm256_storeu_si256((__m256i*)(at + 8), y);
+  return {{odd(x), odd(y)}, {even(x), even(y)}};
 }
 
 // Eight words: as they are, or of as many float16.

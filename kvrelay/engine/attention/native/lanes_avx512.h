@@ -66,8 +66,8 @@ inline float total(Lanes x) {
 // y * 2 ** whole for |whole| small enough; zero where x is below -125.
 inline Lanes scaled(Lanes y, Lanes whole, Lanes x) {
   const __m512i shift = _mm512_slli_epi32(_mm512_cvtps_epi32(whole), 23);
-  const Lanes z = _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(y), shift));
-  return _mm512_mask_mov_ps(z, _mm512_cmp_ps_mask(x, all(-125.f), _CMP_LT_OQ), zero());
+  const __mmask16 kept = _mm512_cmp_ps_mask(x, all(-125.f), _CMP_NLT_UQ);
+  return _mm512_castsi512_ps(_mm512_maskz_add_epi32(kept, _mm512_castps_si512(y), shift));
 }
 
 inline Lanes nearest(Lanes x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT); }
@@ -117,10 +117,17 @@ inline Lanes load_float16(const char* at) {
   return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)at));
 }
 
-// 32 weights as 16 pairs of bfloat16.
-inline void store_weights(Word* at, Lanes low, Lanes high) {
-  _mm256_storeu_si256((__m256i*)at, rounded(low));
-  _mm256_storeu_si256((__m256i*)(at + 8), rounded(high));
+// 32 weights as 16 pairs of bfloat16, stored and returned.
+inline Pairs store_weights(Word* at, Lanes low, Lanes high) {
+#ifdef __AVX512BF16__
+  const Pairs made = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+  _mm512_storeu_si512(at, made);
+  return made;
+#else
+  const __m512i made = _mm512_inserti64x4(_mm512_castsi256_si512(rounded(low)), rounded(high), 1);
+  _mm512_storeu_si512(at, made);
+  return parts(made);
+#endif
 }
 
 // Sixteen words: as they are, or of as many float16.

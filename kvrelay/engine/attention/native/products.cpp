@@ -24,12 +24,16 @@ constexpr double SERIAL = 1e5;           // multiplications that are not worth w
 
 struct Job {
   const char *x, *packed, *bias;
-  char* out;
-  long rows, n, k;
-  long blocks, chunk;               // of a row; those that a task takes at a time
-  bool passing;                     // the result is written past the caches
-  long tall, broad, across, tasks;  // rows and panels of a task; tasks beside each other, and all
+  char *out, *copies;  // `copy_rows` of the rows from `top` on
+  long n, k;
+  long blocks, chunk;          // of a row; those that a task takes at a time
+  bool passing;                // the result is written past the caches
+  long top, bottom, broad;     // rows of all tasks, panels of one
+  long tasks;
   std::atomic<long> next, failed;
+
+  long strips() const { return ceiling(bottom - top, FEW); }
+  char* copy(long strip) const { return copies + strip * blocks * STRIP; }
 };
 
 // For `rows` rows of x, 1 to 32. Tiles 0 to 3 are accumulators (upper left, upper right, lower left,
@@ -127,15 +131,17 @@ void fetch(const char* at, const char* end) {
   for (; at < end; at += LINE) _mm_prefetch(at, _MM_HINT_T1);
 }
 
-// `copied`: the first of the rows that are in `copies`, or -1.
-void run(const Job& job, long task, Tiles& tiles, float* sums, char* copies, long& copied) {
-  const long top = task / job.across * job.tall, bottom = least(top + job.tall, job.rows);
-  const long left = task % job.across * job.broad;
-  const long right = least(left + job.broad, ceiling(job.n, PANEL));
-  const long strips = ceiling(bottom - top, FEW), length = job.blocks * STRIP;
-  for (long i = 0; i < strips && copied != top; i++)
-    copy_rows(job, top + i * FEW, least(FEW, bottom - top - i * FEW), copies + i * length);
-  copied = top;
+void copy_strips(void* data) {
+  Job& job = *(Job*)data;
+  for (long i; (i = job.next.fetch_add(1)) < job.tasks;) {
+    const long row = job.top + i * FEW;
+    copy_rows(job, row, least(FEW, job.bottom - row), job.copy(i));
+  }
+}
+
+void run(const Job& job, long task, Tiles& tiles, float* sums) {
+  const long left = task * job.broad, right = least(left + job.broad, ceiling(job.n, PANEL));
+  const long strips = job.strips();
   for (long from = 0; from < job.blocks; from += job.chunk) {
     const long count = least(job.chunk, job.blocks - from);
     const bool last = from + count == job.blocks;
@@ -145,30 +151,27 @@ void run(const Job& job, long task, Tiles& tiles, float* sums, char* copies, lon
                          : last            ? job.packed + right * job.blocks * STEP
                                            : job.packed + (left * job.blocks + from + count) * STEP;
       for (long i = 0; i < strips; i++) {
-        const long row = top + i * FEW, rows = least(FEW, bottom - row);
-        const char* x = copies + i * length + from * STRIP;
+        const long row = job.top + i * FEW, rows = least(FEW, job.bottom - row);
         float* own = sums + ((panel - left) * strips + i) * NUMBERS;
         if (strips > 1) fetch(soon + STEP * job.chunk * i / strips, soon + STEP * job.chunk * (i + 1) / strips);
         configure(tiles, rows);
-        (rows > SIDE ? add_blocks<true> : add_blocks<false>)(x, packed, count, from == 0, own);
+        (rows > SIDE ? add_blocks<true> : add_blocks<false>)(job.copy(i) + from * STRIP, packed, count,
+                                                             from == 0, own);
         if (last) finish(job, own, row, rows, panel * PANEL);
       }
     }
   }
 }
 
-void take_tasks(void* data) {
+void multiply(void* data) {
   Job& job = *(Job*)data;
-  const long strips = ceiling(job.tall, FEW), bytes = 4 * NUMBERS * job.broad * strips;
-  char* room = (char*)aligned_alloc(LINE, size_t(bytes + STRIP * job.blocks * strips));
-  if (!room) job.failed.store(1);
+  float* sums = (float*)aligned_alloc(LINE, size_t(4 * NUMBERS * job.broad * job.strips()));
+  if (!sums) job.failed.store(1);
   const Rounding rounding;
   Tiles tiles;
-  long copied = -1;
-  for (long task; room && (task = job.next.fetch_add(1)) < job.tasks;)
-    run(job, task, tiles, (float*)room, room + bytes, copied);
+  for (long task; sums && (task = job.next.fetch_add(1)) < job.tasks;) run(job, task, tiles, sums);
   _mm_sfence();  // before another thread reads what was written past the caches
-  free(room);
+  free(sums);
 }
 
 }  // namespace
@@ -177,14 +180,25 @@ int kvrelay_product(const char* x, const char* packed, const char* bias, char* o
                     int64_t n, int64_t k, int64_t threads, Parallel parallel) {
   if (rows < 1) return 0;
   const bool alone = !parallel || threads < 2 || double(rows) * double(n * k) < SERIAL;
-  const long panels = ceiling(n, PANEL), tall = least(rows, TALL), down = ceiling(rows, tall);
-  const long share = ceiling(panels * down, 4 * (alone ? 1 : threads));
-  const long broad = most(1, least(share, BROAD)), across = ceiling(panels, broad);
-  const long tasks = down * across, blocks = ceiling(k, DEPTH);
+  const long tall = least(rows, TALL), panels = ceiling(n, PANEL), blocks = ceiling(k, DEPTH);
+  const long share = ceiling(panels * ceiling(rows, tall), 4 * (alone ? 1 : threads));
   const bool passing = 2.0 * double(rows) * double(n) > PASSING;
   const long chunk = tall > FEW ? least(CHUNK, blocks) : blocks;
-  Job job{x, packed, bias, out, rows, n, k, blocks, chunk, passing, tall, broad, across, tasks, {0}, {0}};
-  if (alone) take_tasks(&job);
-  else parallel(take_tasks, &job, unsigned(threads), 0);
+  char* copies = (char*)aligned_alloc(LINE, size_t(ceiling(tall, FEW) * blocks * STRIP));
+  if (!copies) return 1;
+  Job job{x, packed, bias, out, copies, n, k, blocks, chunk, passing};
+  job.broad = most(1, least(share, BROAD));
+  const auto each = [&](void (*body)(void*), long tasks) {
+    job.tasks = tasks;
+    job.next.store(0);
+    if (alone || tasks < 2) body(&job);
+    else parallel(body, &job, unsigned(threads), 0);
+  };
+  for (; job.top < rows; job.top = job.bottom) {
+    job.bottom = least(job.top + tall, rows);
+    each(copy_strips, job.strips());
+    each(multiply, ceiling(panels, job.broad));
+  }
+  free(copies);
   return int(job.failed.load());
 }

@@ -74,13 +74,14 @@ template <int64_t KIND>
 void rotate(char* head, const char* angles, const char* weight, long width, double epsilon) {
   using N = Numbers<KIND>;
   const long half = width / 2;
-  float x[WIDEST + VECTOR] = {};
+  float x[WIDEST + 2 * VECTOR];
   Lanes squares = zero();
   for (long i = 0; i < width; i += VECTOR) {
     const Lanes y = N::read(head + i * N::BYTES, width - i);
     squares = fused(y, y, squares);
     store(x + i, y);
   }
+  store(x + ceiling(width, VECTOR) * VECTOR, zero());  // read, not used, if half is no multiple of 16
   if (weight) {
     const Lanes scale = all(scale_of(squares, width, epsilon));
     for (long i = 0; i < width; i += VECTOR) {
