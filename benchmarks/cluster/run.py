@@ -15,6 +15,7 @@ from benchmarks.cluster.rows import BenchRow
 from benchmarks.cluster.throughput import Throughput
 from benchmarks.cluster.transformers_baseline import TransformersBaseline
 from kvrelay.cluster.supervisor import Cluster
+from kvrelay.engine.attention.native.library import NoKernel, load_kernel
 from kvrelay.process.cores import available_cores
 
 
@@ -33,7 +34,7 @@ class ClusterBench:
         return (
             f"{self._directory.name}, {self._model.parameters / 1e6:.1f} M parameters,"
             f" {self._config.dtype}; {available_cores()} cores ({platform.machine()}), {gpu},"
-            f" {self._config.cores} threads; torch {torch.__version__},"
+            f" {self._config.cores} threads, {_kernel()}; torch {torch.__version__},"
             f" transformers {version('transformers')}, Python {platform.python_version()}"
         )
 
@@ -62,3 +63,11 @@ class ClusterBench:
 
     def _cluster(self, prefill: int) -> Cluster:
         return Cluster(self._config.cluster(self._directory, prefill))
+
+
+def _kernel() -> str:
+    """The attention kernel of the CPU; without it every figure is another."""
+    try:
+        return f"kernel {load_kernel().profile}"
+    except NoKernel as error:
+        return f"SDPA ({error})"

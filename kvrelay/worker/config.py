@@ -79,7 +79,7 @@ class WorkerConfig(TracingOptions):
         None, "positions a request may have; default: the model's own limit", low=1
     )
     max_num_seqs: int = option(64, "requests that compute or load at the same time", low=1)
-    max_num_batched_tokens: int = option(512, "positions computed in one step", low=1)
+    max_num_batched_tokens: int = option(1024, "positions computed in one step", low=1)
     max_waiting: int = option(1024, "requests that may wait; further ones are refused", low=1)
     step_seconds: float = option(
         120.0, "a step that takes longer counts as hung: the worker exits for a restart", low=1.0
