@@ -67,6 +67,10 @@ class CopyBatch(Protocol):
     """Copies that a device makes while the host goes on; leaving the ``with`` waits for them."""
 
     @property
+    def background(self) -> bool:
+        """Whether a copy runs while its block is verified; else only right blocks are copied."""
+
+    @property
     def turn(self) -> int:
         """How often the batch was recycled."""
 

@@ -244,15 +244,22 @@ class TargetBlock:
 
     def take(self, header: bytes, payload: memoryview) -> bool:
         """See ``DeviceTarget``. The transport checks the lease on the payload afterwards."""
-        expected = self.target.expected
-        if not self._batch.load(self.target.block, expected.count, payload):
-            return False
+        block, count = self.target.block, self.target.expected.count
+        if self._batch.background:
+            if not self._batch.load(block, count, payload):
+                return False
+            self._wrong = self._error(header, payload)
+            return True
+        self._wrong = self._error(header, payload)
+        return self._wrong is not None or self._batch.load(block, count, payload)
+
+    def _error(self, header: bytes, payload: memoryview) -> Corrupt | None:
+        """What is wrong with a block."""
         try:
-            verify_block(header, expected, payload, None, self._key)
-            self._wrong = None
+            verify_block(header, self.target.expected, payload, None, self._key)
         except Corrupt as error:
-            self._wrong = error
-        return True
+            return error
+        return None
 
     def settle(self) -> None:
         self._batch.settle()

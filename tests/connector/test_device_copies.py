@@ -398,7 +398,7 @@ MISTAKES: dict[str, tuple[Callable[[Stage], str | None], types.ModuleType, Mista
     "a block that the device took is not verified": (
         wrong_block,
         loading,
-        [("            self._wrong = error\n", "            pass\n")],
+        [("            return error\n", "            pass\n")],
     ),
 }
 

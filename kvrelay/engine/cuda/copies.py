@@ -106,6 +106,8 @@ class BlockCopies:
 class DeviceBatch:
     """Copies of one thread in one direction; leaving the ``with`` waits for them."""
 
+    background = True
+
     def __init__(self, copies: BlockCopies, stream: torch.cuda.Stream) -> None:
         self._copies = copies
         self._stream = stream

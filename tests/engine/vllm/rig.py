@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -18,13 +19,16 @@ from kvrelay.block import Namer, Namespace
 from kvrelay.connector.store import StoreConnector
 from kvrelay.engine.vllm.kv.account import RequestAccount
 from kvrelay.engine.vllm.kv.border import VllmCacheManager
+from kvrelay.engine.vllm.kv.host_copies import HostCopies
 from kvrelay.engine.vllm.kv.layout import PageLayout, learn_layout
 from kvrelay.engine.vllm.kv.orders import RankReports
 from kvrelay.engine.vllm.kv.pages import HostPages, NoPages, PageShape, check_pages
 from kvrelay.engine.vllm.kv.scheduler_side import SchedulerSide, Shard, SideOptions
 from kvrelay.engine.vllm.kv.shards import HeadShards
 from kvrelay.engine.vllm.kv.worker_side import WorkerSide
+from kvrelay.rpc.deadline import Deadline
 from kvstore import Store
+from tests.kvstore.rig import TIMEOUT
 
 B = 4
 LAYERS = 2
@@ -261,7 +265,8 @@ class Rank:
         self.pages = HostPages(self.shape, self.caches, self.layout)
         check_pages(self.pages, self.layers, self.caches)
         space = shards.namespace(SPACE, shard)
-        connector = StoreConnector(store, Namer(space), space, self.pages)
+        copies = HostCopies(self.pages)
+        connector = StoreConnector(store, Namer(space), space, self.pages, copies=copies)
         self.side = WorkerSide(connector, self.pages, shard, 0.005)
 
     def compute(self, tokens: Sequence[int], table: Sequence[FakeBlock], at: int) -> None:
@@ -292,6 +297,7 @@ class FakeVllm:
         heads: int = 2,
         ranks: int = 1,
         budget: int = 7,
+        patience: float = 0.05,
     ) -> None:
         shards = HeadShards(heads, ranks)
         shape = PageShape(blocks, LAYERS, B, shards.width, DIM, "float32")
@@ -301,7 +307,7 @@ class FakeVllm:
             namer = Namer(space)
             sides.append(Shard(namer, StoreConnector(stores(), namer, space, NoPages(shape))))
         self.manager = FakeManager(blocks)
-        options = SideOptions(block_size=B, ranks=ranks, patience=0.05, audits=True)
+        options = SideOptions(block_size=B, ranks=ranks, patience=patience, audits=True)
         self.side = SchedulerSide(Namer(SPACE), sides, options)
         self.side.bind(cast(VllmCacheManager, self.manager))
         self.ranks = [Rank(shards, number, blocks, stores()) for number in range(ranks)]
@@ -351,12 +357,13 @@ class FakeVllm:
                 budget -= count
         budget = self._admit(counts, budget)
         orders = self.side.step(FakeStep(counts))
+        for rank in self.ranks:
+            rank.side.load(orders)
         named = {one.request_id: one for one in self.running}
         for name, count in counts.items():
             self._compute(named[name], count)
         reports = RankReports()
         for rank in self.ranks:
-            rank.side.load(orders)
             rank.side.save(orders)
         for rank in self.ranks:
             for name in rank.side.take_loaded(orders.idle):
@@ -403,6 +410,14 @@ class FakeVllm:
         for block in self.manager.block_pool.blocks:
             block.block_hash = None
         self.manager.block_pool.cached.clear()
+
+    def wait_for_saves(self) -> None:
+        """Wait until the store has what was ordered to be saved; no step reports it yet."""
+        deadline = Deadline.after(TIMEOUT)
+        for rank in self.ranks:
+            while rank.side.counters.open_saves:
+                assert deadline.remaining()
+                time.sleep(0.001)
 
     def close(self) -> None:
         self.side.close()

@@ -101,14 +101,20 @@ class HostPages:
         return self.shape.nbytes(count)
 
     def read(self, block: int, count: int) -> memoryview:
-        out = np.empty(self._dimensions(count), self._type)
+        payload = np.empty(self.nbytes(count), np.uint8).data
+        self.read_into(block, count, payload)
+        return payload.toreadonly()
+
+    def read_into(self, block: int, count: int, payload: memoryview) -> None:
+        """``read`` into memory of the caller."""
+        check_length(self.shape, count, payload)
+        out = np.frombuffer(payload, self._type).reshape(self._dimensions(count))
         heads, size = self.shape.num_kv_heads, self._size
         for page, first, last in self._spans(block, count):
             for layer, both in enumerate(self._rows):
                 for which, rows in enumerate(both):
                     found = rows[page].reshape(heads, size, -1)[:, : last - first]
                     out[:, layer, which, first:last].view(rows.dtype)[:] = found
-        return out.reshape(-1).view(np.uint8).data.toreadonly()
 
     def write(self, block: int, count: int, payload: memoryview) -> None:
         check_length(self.shape, count, payload)

@@ -16,9 +16,17 @@ from kvrelay.connector.context import ConnectorOptions
 from kvrelay.connector.store import StoreConnector
 from kvrelay.engine.vllm.kv.border import VllmLayer
 from kvrelay.engine.vllm.kv.checks import EngineFacts, check_engine
+from kvrelay.engine.vllm.kv.host_copies import HostCopies
 from kvrelay.engine.vllm.kv.layout import learn_layout
 from kvrelay.engine.vllm.kv.namespace import ModelFacts, namespace_of
-from kvrelay.engine.vllm.kv.pages import NoPages, PageMemory, PageShape, check_pages, open_pages
+from kvrelay.engine.vllm.kv.pages import (
+    HostPages,
+    NoPages,
+    PageMemory,
+    PageShape,
+    check_pages,
+    open_pages,
+)
 from kvrelay.engine.vllm.kv.scheduler_side import SchedulerSide, Shard, SideOptions
 from kvrelay.engine.vllm.kv.shards import HeadShards
 from kvrelay.engine.vllm.kv.worker_side import WorkerSide
@@ -156,7 +164,9 @@ class Setup:
     ) -> StoreConnector:
         key = BlockKey.of(self._security.credentials.fleet_key)
         options = ConnectorOptions(key=key)
-        return StoreConnector(connect(self.config.store), namer, namespace, pages, options)
+        store = connect(self.config.store)
+        copies = HostCopies(pages) if isinstance(pages, HostPages) else None
+        return StoreConnector(store, namer, namespace, pages, options, copies=copies)
 
 
 def _check_caches(caches: Sequence[torch.Tensor], shape: PageShape) -> None:
