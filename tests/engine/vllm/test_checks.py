@@ -14,9 +14,14 @@ from kvrelay.connector.counters import ConnectorCounters
 from kvrelay.engine.vllm.kv.account import RequestAccount
 from kvrelay.engine.vllm.kv.checks import EngineFacts, GroupFacts, check_engine
 from kvrelay.engine.vllm.kv.metrics import CounterDeltas, add_changes, described, ended
-from kvrelay.engine.vllm.kv.namespace import LAYOUT, ModelFacts, namespace_of, revision_of
+from kvrelay.engine.vllm.kv.namespace import (
+    LAYOUT,
+    ModelFacts,
+    namespace_of,
+    revision_of,
+    space_of,
+)
 from kvrelay.engine.vllm.kv.orders import LoadReport, RankReports, SaveReport
-from kvrelay.engine.vllm.kv.scheduler_side import space_of
 from kvrelay.engine.vllm.kv.setup import ConnectorConfig
 from kvrelay.engine.vllm.kv.shards import HeadShards
 from kvrelay.engine.vllm.rules import check_rules, rules_of

@@ -17,6 +17,7 @@ from kvstore import Store
 from kvstore.client.memory import MemoryStore
 from tests.connector.rig import Stage
 from tests.engine.vllm.rig import B, FakeRequest, FakeVllm
+from tests.kvstore.rig import TIMEOUT
 
 Make = Callable[..., FakeVllm]
 PROMPT = list(range(1, 24))  # five blocks and three tokens
@@ -141,6 +142,17 @@ def test_a_request_that_waits_for_a_lookup_lets_others_pass(engine: Make, stage:
     assert served(one, waiting).executed == 27
 
 
+def test_a_new_request_does_not_miss_the_step_of_others(engine: Make) -> None:
+    """The step waits for the answer to its first question, though it has others to compute."""
+    one = engine(patience=TIMEOUT)
+    first = one.add(PROMPT[:3], max_tokens=9)
+    one.step()
+    second = one.add([7, *PROMPT[:2]])
+    one.step()
+    assert one.running == [first, second]
+    one.run(first, second)
+
+
 def test_what_is_saved_holds_a_reference(engine: Make, stage: Stage) -> None:
     one = engine()
     stage.go.clear()
@@ -184,6 +196,7 @@ def test_preempted_and_resumed(engine: Make) -> None:
     while request.num_tokens < len(PROMPT) + 5:
         one.step()
     one.forget()
+    one.wait_for_saves()
     one.preempt(request)
     account = served(one, request)
     assert account.preemptions == 1

@@ -113,6 +113,7 @@ class Track:
     offered: int = 0
     lookups_left: int | None = None  # None: no limit; set by a failed load
     asked: int = 0
+    waited: bool = False  # a step waited for the answer to its first question
     failed: int = 0
     runs: list[Run] = field(default_factory=list)
     miss: Miss | None = None

@@ -6,7 +6,7 @@ one series for each engine. The names are those of a kvrelay worker, with ``kvre
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 from kvrelay.connector.counters import ConnectorCounters
@@ -37,6 +37,14 @@ class CounterDeltas:
             for field in fields(reading)
         }
         return {name: change for name, change in changes.items() if change}
+
+
+def add_up(readings: Sequence[ConnectorCounters]) -> ConnectorCounters:
+    """The sum of several connectors' counters."""
+    names = [one.name for one in fields(ConnectorCounters)]
+    return ConnectorCounters(
+        **{name: sum(getattr(reading, name) for reading in readings) for name in names}
+    )
 
 
 def ended(account: RequestAccount) -> dict[str, int]:

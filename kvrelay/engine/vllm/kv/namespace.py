@@ -20,6 +20,8 @@ from kvrelay.errors import Rejected, Unservable
 LAYOUT = "block,head,layer,k|v,position,dim"
 TEXTS = ("model", "revision", "dtype", "layout", "numerics")
 FIELDS = (*TEXTS, "block_size")
+SALT_BYTES = 32
+_FOREIGN_SALT = b"kvrelay.vllm-cache-salt.v1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,3 +94,12 @@ def revision_of(facts: ModelFacts) -> str:
         return name
     text = json.dumps(changed, sort_keys=True, default=repr)
     return f"{name}+{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def space_of(cache_salt: str | None) -> bytes:
+    """The tenant salt of a request: vLLM's ``cache_salt`` as hex, or a digest of any other text."""
+    if not cache_salt:
+        return b""
+    if len(cache_salt) == 2 * SALT_BYTES and not set(cache_salt) - set("0123456789abcdef"):
+        return bytes.fromhex(cache_salt)
+    return hashlib.sha256(_FOREIGN_SALT + cache_salt.encode("utf-8", "surrogatepass")).digest()

@@ -6,11 +6,10 @@ that it is neither freed nor overwritten before every rank has copied it.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from kvrelay.block.name import Namer
 from kvrelay.connector.counters import ConnectorCounters
@@ -20,17 +19,18 @@ from kvrelay.engine.core.external import BlockContent, Load, Query
 from kvrelay.engine.vllm.kv.account import LegListener, RequestAccount, Track
 from kvrelay.engine.vllm.kv.audit import audit
 from kvrelay.engine.vllm.kv.border import VllmBlock, VllmCacheManager, VllmRequest, VllmStep
-from kvrelay.engine.vllm.kv.metrics import add_changes, ended
+from kvrelay.engine.vllm.kv.metrics import add_changes, add_up, ended
+from kvrelay.engine.vllm.kv.namespace import space_of
 from kvrelay.engine.vllm.kv.orders import LoadOrder, LoadReport, RankReports, SaveOrder, StepOrders
 from kvrelay.usage import Miss
-
-SALT_BYTES = 32
-_FOREIGN_SALT = b"kvrelay.vllm-cache-salt.v1"
 
 
 @dataclass(frozen=True, slots=True)
 class SideOptions:
-    """``patience`` seconds may pass in one step for lookups while vLLM has nothing to compute."""
+    """``patience`` seconds may pass for the first question of a request.
+
+    In a step in which vLLM has nothing to compute they may pass for every question.
+    """
 
     block_size: int
     ranks: int = 1
@@ -82,7 +82,8 @@ class SchedulerSide:
         self._epoch = 0
         self._serial = 0
         self._news = threading.Event()
-        self._may_wait = True
+        self._idle = True  # vLLM computed nothing in the last step
+        self._late = False  # an answer has not come within its patience since the last step
         for shard in self._shards:
             shard.store.start(self._news.set)
 
@@ -130,10 +131,23 @@ class SchedulerSide:
             return 0
         self._news.clear()
         found = self._answers(track, local)
-        if found is None and self._may_wait:  # else the steps would spin and hold the GIL
-            self._may_wait = self._news.wait(self._options.patience)
-            found = self._answers(track, local)
+        if found is None and not self._late and (self._idle or not track.waited):
+            found = self._wait(track, local)
         return None if found is None else min(max(found, 0), request.num_tokens - 1 - local)
+
+    def _wait(self, track: Track, local: int) -> int | None:
+        """The answers, if they come in time: a step that is missed costs a request more.
+
+        Without it, idle steps would spin and hold the GIL.
+        """
+        track.waited = True
+        deadline = self._clock() + self._options.patience
+        found = None
+        while found is None and not self._late:
+            self._late = not self._news.wait(deadline - self._clock())
+            self._news.clear()
+            found = self._answers(track, local)
+        return found
 
     def _answers(self, track: Track, local: int) -> int | None:
         """What every shard has; ``None`` while one has not answered."""
@@ -258,7 +272,8 @@ class SchedulerSide:
         )
         self._loads = []
         self._saves = []
-        self._may_wait = orders.idle
+        self._idle = orders.idle
+        self._late = False
         return orders
 
     def _offer(self, track: Track, end: int) -> None:
@@ -360,23 +375,6 @@ class SchedulerSide:
         """Close the stores."""
         for shard in self._shards:
             shard.store.close()
-
-
-def add_up(readings: Sequence[ConnectorCounters]) -> ConnectorCounters:
-    """The sum of several connectors' counters."""
-    names = [one.name for one in fields(ConnectorCounters)]
-    return ConnectorCounters(
-        **{name: sum(getattr(reading, name) for reading in readings) for name in names}
-    )
-
-
-def space_of(cache_salt: str | None) -> bytes:
-    """The tenant salt of a request: vLLM's ``cache_salt`` as hex, or a digest of any other text."""
-    if not cache_salt:
-        return b""
-    if len(cache_salt) == 2 * SALT_BYTES and not set(cache_salt) - set("0123456789abcdef"):
-        return bytes.fromhex(cache_salt)
-    return hashlib.sha256(_FOREIGN_SALT + cache_salt.encode("utf-8", "surrogatepass")).digest()
 
 
 def tokens_decide(request: VllmRequest) -> bool:
