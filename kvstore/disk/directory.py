@@ -64,7 +64,7 @@ class DiskDirectory:
     def segments(self) -> list[tuple[int, int]]:
         """Numbers and bytes of the segment files, least recently used first.
 
-        Other threads may remove some meanwhile.
+        One that another thread removes meanwhile is left out.
         """
         found = []
         for entry in os.scandir(self.path):

@@ -134,10 +134,6 @@ class Packer:
 
     def _tables(self, works: Sequence[Work]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """The block tables one behind another, and the size of each."""
-        if not self._foreseen:
-            tables = [self._table(work) for work in works]
-            sizes = np.array([len(table) for table in tables], np.int64)
-            return np.fromiter(chain.from_iterable(tables), np.int32, int(sizes.sum())), sizes
         made = [self._made(work) for work in works]
         return np.concatenate(made), np.array([table.size for table in made], np.int64)
 
