@@ -21,6 +21,7 @@
 namespace {
 
 constexpr long SHARE = 768;        // rows that use one packed tile
+constexpr long FETCHED = 64;       // bytes that come from memory together
 constexpr long STORED = 64;        // positions that a thread stores at a time
 constexpr double SERIAL = 50e3;    // nanoseconds of work that are not worth waking threads for
 constexpr double BYTES_A_NS = 12;  // one thread packs so much, about
@@ -453,13 +454,16 @@ struct Worker {
       }
     }
     constexpr long STEP = HALF ? 2 * VECTOR : 4 * VECTOR;  // bytes of a vector of words
+    const long steps = padded * BYTES / STEP;
     for (long i = 0; i < high; i += VECTOR)
       for (long x = 0; x < padded * BYTES; x += STEP) {
-        for (long y = i; y < i + VECTOR; y++) {
-          _mm_prefetch(v[y] + x, _MM_HINT_T0);
-          _mm_prefetch(soon + next[y] + x, _MM_HINT_T1);
-          _mm_prefetch(soon + next[y] + x + BYTES * g.s_kv, _MM_HINT_T1);
-        }
+        const long step = x / STEP;  // whole rows of memory are asked for, one behind another
+        for (long y = i + VECTOR * step / steps; y < i + VECTOR * (step + 1) / steps; y++)
+          for (long byte = 0; byte < padded * BYTES; byte += FETCHED) {
+            _mm_prefetch(v[y] + byte, _MM_HINT_T0);
+            _mm_prefetch(soon + next[y] + byte, _MM_HINT_T1);
+            _mm_prefetch(soon + next[y] + byte + BYTES * g.s_kv, _MM_HINT_T1);
+          }
         transpose<HALF>(k + i, x, keys + x / STEP * VECTOR * TILE + i, TILE);
       }
     if constexpr (PAIRS) {
