@@ -5,10 +5,12 @@ The cores are those of the affinity mask, bounded by the processor quota of a co
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -70,6 +72,27 @@ def in_passing_thread(function: Callable[[], T]) -> T:
     result = future.result()
     thread.join()
     return result
+
+
+@contextmanager
+def threads_on_the_cores_of_the_creator() -> Iterator[None]:
+    """Threads that start inside may run on the cores of the process that made this one.
+
+    A thread begins on the cores of the thread that starts it. OpenMP binds the thread that computes
+    to one core, where every thread of its own would hold up the whole team. Without effect in a
+    process that `multiprocessing` did not make.
+    """
+    creator = multiprocessing.parent_process()
+    if creator is None or creator.pid is None or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    bound = os.sched_getaffinity(0)
+    with suppress(OSError):  # the creator has ended
+        os.sched_setaffinity(0, bound | os.sched_getaffinity(creator.pid))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, bound)
 
 
 def _quotas(proc: Path, cgroup: Path) -> Iterator[float]:

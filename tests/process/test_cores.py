@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
+import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from kvrelay.process.cores import (
     available_cores,
     bound_spinning,
     model_threads,
+    threads_on_the_cores_of_the_creator,
 )
 
 
@@ -151,3 +155,23 @@ def test_no_team_stays_behind_where_a_worker_opened_its_engine() -> None:
         "print('threads', made.threads, threads() - before)\n"
     )
     assert spins(program) == "threads 2 0"
+
+
+def start_a_thread(answer: Connection) -> None:
+    """In a process on one core: the cores of a thread started inside, and then its own."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    cores: list[set[int]] = []
+    thread = threading.Thread(target=lambda: cores.append(os.sched_getaffinity(0)))
+    with threads_on_the_cores_of_the_creator():
+        thread.start()
+    thread.join()
+    answer.send((*cores, os.sched_getaffinity(0)))
+
+
+def test_threads_leave_the_core_of_the_thread_that_computes() -> None:
+    mine = os.sched_getaffinity(0)
+    here, there = multiprocessing.Pipe()
+    child = multiprocessing.get_context("spawn").Process(target=start_a_thread, args=(there,))
+    child.start()
+    assert here.recv() == (mine, {min(mine)})
+    child.join()

@@ -41,6 +41,7 @@ from kvrelay.engine.vllm.kv.orders import RankReports, StepOrders
 from kvrelay.engine.vllm.kv.scheduler_side import SchedulerSide
 from kvrelay.engine.vllm.kv.setup import Setup
 from kvrelay.engine.vllm.kv.worker_side import WorkerSide
+from kvrelay.process.cores import threads_on_the_cores_of_the_creator
 from kvrelay.process.parent import die_with_parent, end_with_creator
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._deltas = CounterDeltas()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._on_host = False
         if role == KVConnectorRole.WORKER and vllm_config.parallel_config.world_size > 1:
             die_with_parent(os.getppid())  # a rank holds its device for as long as it runs
         if role == KVConnectorRole.SCHEDULER:
@@ -132,15 +134,22 @@ class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         names = self._setup.layer_names
+        self._on_host = all(cache.device.type == "cpu" for cache in kv_caches.values())
         layers = get_layers_from_vllm_config(self._vllm_config, Attention, names)
-        self._worker = self._setup.worker_side(
-            [layers[name] for name in names],
-            [kv_caches[name] for name in names],
-            get_tensor_model_parallel_rank(),
-        )
+        with threads_on_the_cores_of_the_creator():
+            self._worker = self._setup.worker_side(
+                [layers[name] for name in names],
+                [kv_caches[name] for name in names],
+                get_tensor_model_parallel_rank(),
+            )
+
+    def bind_connector_metadata(self, connector_metadata: StepOrders) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and self._on_host:
+            self._worker.load(connector_metadata)  # vLLM would start them after the step
 
     def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
-        if self._worker is not None:
+        if self._worker is not None and not self._on_host:
             self._worker.load(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
