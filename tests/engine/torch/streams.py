@@ -14,9 +14,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 _Operation = Callable[[], object]
 WRITES = ("copy_", "__setitem__", "zero_", "fill_")
+COMPUTES = ("argmax", "cat", "float", "int")
 
 
 class Runtime:
@@ -51,7 +53,9 @@ class Runtime:
             if queue and (queue[0][1] is None or queue[0][1] in self.done)
         ]
         if ready:
-            self.queues[self.rng.choice(ready)].pop(0)[0]()
+            operation, _ = self.queues[self.rng.choice(ready)].pop(0)
+            with torch.inference_mode():  # tensors of a step may be written in no other
+                operation()
         return bool(ready)
 
     def reaches(self, host: torch.Tensor, write: bool) -> bool:
@@ -82,6 +86,8 @@ class Memory(torch.Tensor):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         named = dict(kwargs or {})
+        if func.__name__ == "cpu":
+            return cls._read_back(args[0])
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__ in WRITES:
                 named.pop("non_blocking", None)
@@ -93,10 +99,40 @@ class Memory(torch.Tensor):
                 else:
                     cls._launch(func, args, plain, named)
                 return args[0]
+            if func.__name__ in COMPUTES:
+                return cls._compute(func, args, named)
             if func.__name__ in ("to", "contiguous"):  # read when the copy out of it runs
                 return args[0]
             made = func(*args, **named)
         return made.as_subclass(cls) if isinstance(made, torch.Tensor) else made
+
+    @classmethod
+    def _compute(
+        cls, func: Callable[..., object], args: tuple[object, ...], named: dict[str, object]
+    ) -> Memory:
+        """Enqueue a kernel that makes a new tensor: what it reads is read when it runs."""
+        runtime = cls.runtime
+        plain = tree_map_only(torch.Tensor, lambda one: one.as_subclass(torch.Tensor), args)
+        alike = func(*tree_map_only(torch.Tensor, torch.zeros_like, plain), **named)
+        assert isinstance(alike, torch.Tensor)
+        made = torch.zeros_like(alike)
+        runtime.counts["kernels"] += 1
+        runtime.enqueue(runtime.current[-1], lambda: made.copy_(func(*plain, **named)))  # type: ignore[arg-type]
+        return made.as_subclass(cls)
+
+    @classmethod
+    def _read_back(cls, given: object) -> torch.Tensor:
+        """A copy to the host, which waits for its stream."""
+        assert isinstance(given, torch.Tensor)
+        runtime = cls.runtime
+        with torch._C.DisableTorchFunctionSubclass():
+            source = given.as_subclass(torch.Tensor)
+            seen = torch.zeros_like(source)
+        runtime.counts["read back"] += 1
+        ended: list[torch.Tensor] = []
+        runtime.enqueue(runtime.current[-1], lambda: ended.append(seen.copy_(source)))
+        runtime.wait(lambda: bool(ended))
+        return seen
 
     @classmethod
     def _launch(
@@ -188,7 +224,11 @@ def wait_for_registrations() -> None:
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make ``torch.cuda`` and pinned memory those of ``Memory.runtime``."""
-    own = torch.empty
+    own, own_tensor = torch.empty, torch.tensor
+
+    def tensor(data: object, *, device: object = "cpu", **named: object) -> torch.Tensor:
+        made: torch.Tensor = own_tensor(data, **named)  # type: ignore[arg-type]
+        return made.as_subclass(Memory) if str(device).startswith("cuda") else made
 
     def empty(*size: object, pin_memory: bool = False, **named: object) -> torch.Tensor:
         there = str(named.pop("device", "cpu")).startswith("cuda")
@@ -202,6 +242,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         return made.as_subclass(Pinned)
 
     monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch, "tensor", tensor)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", _within)

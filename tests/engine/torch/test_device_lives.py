@@ -1,0 +1,187 @@
+"""A whole engine on simulated streams: the tokens of one process in every legal order.
+
+Steps, the copies of loads and saves, and the host run beside each other. Each mistake in the order,
+a line or two of the product, must be seen under some seed; the seeds are printed.
+"""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+
+from kvrelay.engine import engine, runner
+from kvrelay.engine.attention import copies as block_copiers
+from kvrelay.engine.attention import flash_backend
+from kvrelay.engine.core import legs, scheduler
+from kvrelay.engine.cuda import copies, upload
+from kvrelay.engine.runner import Runner
+from kvrelay.engine.sampling import device
+from tests.engine.torch.device_world import Life, Seen, install_backend, use_backend
+from tests.engine.torch.streams import Memory, Runtime
+from tests.mutants import Mistake, module_of
+
+SEEDS = 40
+MOST_SEEDS = 300  # for a mistake: most need three, one upload behind another some dozens
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    install_backend(monkeypatch)
+    return monkeypatch
+
+
+def life(seed: int, runner_type: type[Runner] = Runner) -> Seen:
+    Memory.runtime = Runtime(seed)
+    return Life(seed, runner_type).run()
+
+
+def test_lives_in_every_order(simulated: pytest.MonkeyPatch) -> None:
+    seen = [life(seed) for seed in range(SEEDS)]
+    print(f"seeds 0 to {SEEDS - 1}")
+    wrong = [f"seed {seed}: {one.wrong}" for seed, one in enumerate(seen) if one.wrong]
+    assert not wrong, wrong[0]
+    for what in ("planned", "unread", "loaded"):
+        total = sum(getattr(one, what) for one in seen)
+        print(what, total)
+        assert total > SEEDS, f"{what}: {total} in {SEEDS} lives"
+
+
+MISTAKES: dict[str, tuple[types.ModuleType, Mistake]] = {
+    "a batch of copies does not wait for the step": (
+        copies,
+        [("                self._stream.wait_event(self._copies.step_ended)\n", "")],
+    ),
+    "a batch of copies ends before its event": (
+        copies,
+        [("            self._ended.synchronize()\n", "")],
+    ),
+    "the event of a batch is recorded before its copies": (
+        copies,
+        [
+            (
+                "                self._stream.wait_event(self._copies.step_ended)\n",
+                "                self._stream.wait_event(self._copies.step_ended)\n"
+                "                self._ended.record(self._stream)\n",
+            ),
+            (
+                "            self._ended.record(self._stream)\n            self._ended.syn",
+                "            self._ended.syn",
+            ),
+        ],
+    ),
+    "pinned memory is given to another batch before the event": (
+        copies,
+        [
+            (
+                "        self.settle()\n        self.recycle()\n",
+                "        if self._slab is not None:\n"
+                "            self._copies.give_slab(self._slab)\n"
+                "            self._slab = None\n"
+                "        self.settle()\n        self.recycle()\n",
+            ),
+        ],
+    ),
+    "the end of a step is recorded before the step": (
+        runner,
+        [
+            ("        self.pool.computed()\n", ""),
+            (
+                "            computed = self.compute(works)\n",
+                "            self.pool.computed()\n            computed = self.compute(works)\n",
+            ),
+        ],
+    ),
+    "the end of a step is recorded only if it samples": (
+        runner,
+        [
+            (
+                "        self.pool.computed()\n",
+                "        if chosen:\n            self.pool.computed()\n",
+            )
+        ],
+    ),
+    "the tokens are read before the device has them": (
+        device,
+        [("joined.cpu()", 'joined.to("cpu", non_blocking=True)')],
+    ),
+    "the next upload does not wait for the last one of its buffer": (
+        upload,
+        [("            self._sent.synchronize()", "            pass")],
+    ),
+    "the event of an upload is recorded before the upload": (
+        upload,
+        [
+            ("        if self._sent is not None:\n            self._sent.record()\n", ""),
+            (
+                "        target.copy_(source, non_blocking=True)\n",
+                "        if self._sent is not None:\n            self._sent.record()\n"
+                "        target.copy_(source, non_blocking=True)\n",
+            ),
+        ],
+    ),
+    "an upload runs on a stream of its own": (
+        upload,
+        [
+            (
+                "        target.copy_(source, non_blocking=True)\n",
+                "        with torch.cuda.stream(torch.cuda.Stream()):\n"
+                "            target.copy_(source, non_blocking=True)\n",
+            ),
+        ],
+    ),
+    "the next step takes its tokens before they are read back": (
+        legs,
+        [("            tokens=request.tokens,\n", "            tokens=(*request.tokens, 0),\n")],
+    ),
+    "the blocks of a save are free before it ends": (
+        scheduler,
+        [
+            ("        self.pool.hold(save.blocks)\n", ""),
+            ("            self.pool.drop(blocks)\n", "            pass\n"),
+        ],
+    ),
+    "the blocks of a load that cannot stop are free at once": (
+        scheduler,
+        [
+            (
+                "        if key in self.loads and self._cancel(*key):\n",
+                "        if key in self.loads and (self._cancel(*key) or True):\n",
+            )
+        ],
+    ),
+}
+
+
+def use(patch: pytest.MonkeyPatch, source: types.ModuleType, made: types.ModuleType) -> None:
+    """Put what has the mistake in the place of what the engine calls."""
+    if source is runner:
+        use_backend(patch, made)
+    elif source is copies:
+        patch.setattr(block_copiers, "BlockCopies", made.BlockCopies)
+    elif source is upload:
+        patch.setattr(flash_backend, "StepUpload", made.StepUpload)
+    elif source is device:
+        patch.setattr(runner, "DeviceSampler", made.DeviceSampler)
+    elif source is legs:
+        patch.setattr(engine, "Legs", made.Legs)
+        patch.setattr(engine, "Leg", made.Leg)
+    elif source is scheduler:
+        patch.setattr(engine, "Scheduler", made.Scheduler)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_the_order_is_seen(simulated: pytest.MonkeyPatch, name: str) -> None:
+    source, mistake = MISTAKES[name]
+    made = module_of(source, mistake)
+    use(simulated, source, made)
+    found = None
+    for seed in range(MOST_SEEDS):
+        try:
+            found = life(seed, made.Runner if source is runner else Runner).wrong
+        except (AssertionError, IndexError, RuntimeError) as error:
+            found = str(error) or type(error).__name__
+        if found is not None:
+            print(f"seed {seed}: {found}")
+            break
+    assert found is not None
