@@ -19,6 +19,7 @@ from kvrelay.engine.attention.pool import KVPool, PoolShape
 from kvrelay.engine.attention.sdpa import SdpaBackend
 from kvrelay.engine.attention.triton_backend import NoTriton, TritonBackend
 from kvrelay.engine.core.updates import Work
+from kvrelay.engine.cuda.round_trip import RoundTrip
 from kvrelay.engine.graphs import CudaGraphs, GraphLimits, GraphRuntime
 from kvrelay.engine.model.loading import LoadedModel
 from kvrelay.engine.runner import GraphOptions, Runner
@@ -120,7 +121,7 @@ def _checks(
     yield attempt(device, "model", lambda: same_model(model, launched))
     yield attempt(device, "rows", lambda: _rows(launched))
     yield attempt(device, "graphs", lambda: same_graphs(model, launched, runtime))
-    yield attempt(device, "blocks", lambda: _blocks(launched))
+    yield attempt(device, "blocks", lambda: same_blocks(launched))
     yield attempt(device, "copies", lambda: _bandwidths(device, clock))
 
 
@@ -261,22 +262,44 @@ def _decode(runner: Runner, rows: int) -> torch.Tensor:
     return computed.logits.float()[order].clone()
 
 
-def _blocks(launched: Runner) -> tuple[bool, str]:
-    """Copies of a block to the host and back, during steps over other blocks."""
+def same_blocks(launched: Runner) -> tuple[bool, str]:
+    """Blocks to a store's shared memory and back, during steps over other blocks."""
     pool = launched.pool
     pool.tensor.zero_()
-    work = Work([1] * 64, 0, 64, [0, 1, 2, 3], 64, _GREEDY)
-    launched.compute([work])
+    launched.compute([Work([1] * 64, 0, 64, [0, 1, 2, 3], 64, _GREEDY)])
     pool.computed()
-    kept = bytes(pool.read(1, SIZE))
-    numbers = range(BLOCKS - _ROUNDS, BLOCKS)
     work = Work([1] * 49, 48, 1, [0, 1, 2, 3], 49, _GREEDY)
-    for number in numbers:
+    sources, targets = [0, 1, 2], range(BLOCKS - 3, BLOCKS)
+
+    def step() -> None:
         launched.compute([work])
         pool.computed()
-        pool.write(number, SIZE, memoryview(kept))
-    alike = [number for number in numbers if bytes(pool.read(number, SIZE)) == kept]
-    return len(alike) == _ROUNDS and any(kept), f"{len(alike)} of {_ROUNDS} blocks came back"
+
+    way = _through_memory(pool, sources, targets, step)
+    pairs = list(zip(sources, targets, strict=True))
+    bits = pool.tensor.view(torch.uint8)
+    alike = sum(torch.equal(bits[source], bits[target]) for source, target in pairs)
+    written = bool(bits[sources].any(dim=-1).all())
+    return alike == len(pairs) and written, f"{alike} of {len(pairs)} came back {way}"
+
+
+def _through_memory(
+    pool: KVPool, sources: Sequence[int], targets: Sequence[int], step: Callable[[], None]
+) -> str:
+    """Copy blocks out and in; says through which memory."""
+    if (copies := pool.copies) is None:
+        for source, target in zip(sources, targets, strict=True):
+            step()
+            pool.write(target, SIZE, memoryview(bytes(pool.read(source, SIZE))))
+        return "through host memory"
+    with RoundTrip(copies, len(sources)) as trip:
+        refusals = trip.refusals()
+        trip.save(sources, step)
+        trip.load(targets, step)
+    refused = "; ".join(
+        f"the driver does not register the {name}: {why}" for name, why in refusals.items()
+    )
+    return f"through pinned memory ({refused})" if refused else "through registered memory"
 
 
 def _bandwidths(device: torch.device, clock: Clock) -> tuple[None, str]:

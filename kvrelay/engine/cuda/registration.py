@@ -52,6 +52,8 @@ class Mapping:
         self.size = len(memory)
         self.writable = writable
         self.registered = False
+        self.refusal: str | None = None
+        self.answered = threading.Event()
         self.wanted = True
         self.users = 0
 
@@ -86,6 +88,14 @@ class RegisteredMemory:
         if made is not None:
             self._close_unused(made)
 
+    def refusal(self, memory: mmap.mmap, seconds: float) -> str | None:
+        """Why the driver refuses a mapping, ``None`` if it does not; waits for its answer."""
+        with self._lock:
+            made = self._mappings[id(memory)]
+        if not made.answered.wait(seconds):
+            return f"no answer in {seconds:g} seconds"
+        return made.refusal
+
     def use(self, address: int, size: int, write: bool) -> Mapping | None:
         """The registered mapping of these bytes, until ``release``; ``None`` if there is none."""
         with self._lock:
@@ -105,6 +115,7 @@ class RegisteredMemory:
         why = self._driver.register(made.address, made.size, made.writable)
         with self._lock:
             made.registered = why is None
+            made.refusal = why
             first = why is not None and not self._refused
             self._refused = self._refused or first
         if first:
@@ -113,6 +124,7 @@ class RegisteredMemory:
                 " copies blocks between it and pinned memory",
                 why,
             )
+        made.answered.set()
         self._close_unused(made)
 
     def _close_unused(self, made: Mapping) -> None:
