@@ -32,7 +32,7 @@ class RequestHistograms:
         self.tokenize = histogram(
             "request_tokenize_time_seconds",
             "From the message to its token ids, the wait for a thread included.",
-            REQUEST_SECONDS,
+            FIRST_TOKEN_SECONDS,
         )
         self.queue = histogram(
             "request_queue_time_seconds", "In the router's queue, of each sample.", REQUEST_SECONDS
@@ -57,7 +57,7 @@ class RequestHistograms:
             "request_prefill_time_seconds", "To compute the prompt.", REQUEST_SECONDS
         )
         self.transfer = histogram(
-            "request_transfer_time_seconds", "To load KV from the store.", REQUEST_SECONDS
+            "request_transfer_time_seconds", "To load KV from the store.", FIRST_TOKEN_SECONDS
         )
         self.decode = histogram(
             "request_decode_time_seconds", "From the first token to the last.", REQUEST_SECONDS

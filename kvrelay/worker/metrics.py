@@ -16,8 +16,8 @@ from kvrelay.connector.counters import ConnectorCounters
 from kvrelay.engine.core.updates import Ended
 from kvrelay.engine.engine import EngineLoad
 from kvrelay.rpc.server.families import (
+    FIRST_TOKEN_SECONDS,
     PREFIX,
-    REQUEST_SECONDS,
     STEP_TOKENS,
     TOKEN_SECONDS,
     TOKENS,
@@ -43,13 +43,15 @@ class WorkerHistograms:
         )
         self._step_requests = histogram("step_requests", "Requests in a step.", STEP_TOKENS)
         self._queue = histogram(
-            "leg_queue_time_seconds", "Until a leg was admitted.", REQUEST_SECONDS
+            "leg_queue_time_seconds", "Until a leg was admitted.", FIRST_TOKEN_SECONDS
         )
         self._load = histogram(
-            "leg_load_time_seconds", "From its admission until its KV was loaded.", REQUEST_SECONDS
+            "leg_load_time_seconds",
+            "From its admission until its KV was loaded.",
+            FIRST_TOKEN_SECONDS,
         )
         self._prefill = histogram(
-            "leg_prefill_time_seconds", "From then to its first token.", REQUEST_SECONDS
+            "leg_prefill_time_seconds", "From then to its first token.", FIRST_TOKEN_SECONDS
         )
         self._length = histogram("leg_tokens", "Tokens that a leg started from.", TOKENS)
         self._computed = histogram(

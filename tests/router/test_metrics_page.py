@@ -18,6 +18,7 @@ from kvrelay.worker import metrics as worker_metrics
 from kvstore import metrics as store_metrics
 from kvstore.limits import StoreLimits
 from kvstore.server.block_store import BlockStore
+from router import latency
 from router import metrics as router_metrics
 from tests.accounting.bench import limits
 from tests.accounting.served import Served
@@ -69,6 +70,23 @@ def test_workers(read: type[ConnectorCounters] | None) -> None:
     assert found == [
         row for row in listed("Workers") if read is not None or not row[0].startswith("store_")
     ]
+
+
+def test_buckets_tell_milliseconds_apart() -> None:
+    """All histograms of times but those that have vLLM's bounds for whole requests."""
+    page = PAGE.read_text(encoding="utf-8")
+    of_vllm = {
+        f"kvrelay:{name}" for name in re.findall(r"^\| `(\w+)`.*\| same \|$", page, re.MULTILINE)
+    }
+    families = (
+        *latency.RequestHistograms().collect(),
+        *worker_metrics.WorkerHistograms().collect(),
+    )
+    own = [each for each in families if each.name.endswith("_seconds") and each.name not in of_vllm]
+    assert len(own) == 6
+    for family in own:
+        bounds = [s.labels["le"] for s in family.samples if s.name.endswith("_bucket")]
+        assert float(bounds[0]) == 0.001, family.name
 
 
 def test_the_store() -> None:
