@@ -64,7 +64,7 @@ class CopiedBlock(Protocol):
 
 
 class CopyBatch(Protocol):
-    """Copies that a device makes while the host goes on; leaving the ``with`` waits for them."""
+    """Copies of a device, or in host memory; leaving the ``with`` waits for them."""
 
     @property
     def background(self) -> bool:
@@ -82,7 +82,7 @@ class CopyBatch(Protocol):
         trace: TracebackType | None,
     ) -> None: ...
     def slot(self) -> memoryview | None:
-        """Pinned memory of a block's size, for this batch; ``None`` if none is left."""
+        """Room for a block (pinned, for a device) in this batch; ``None`` if none is left."""
 
     def load(self, block: int, count: int, payload: memoryview) -> bool:
         """Start to fill a block; ``False`` if the device cannot read this memory."""
@@ -98,7 +98,7 @@ class CopyBatch(Protocol):
 
 
 class DeviceCopies(Protocol):
-    """The batches of a pool in the memory of a device."""
+    """The batches of a pool in the memory of a device, or of vLLM's pages in host memory."""
 
     @property
     def most_blocks(self) -> int:
@@ -145,4 +145,4 @@ class JobContext:
     pool: BlockMemory
     options: ConnectorOptions
     meter: Meter
-    copies: DeviceCopies | None = None  # of a pool that is not in host memory
+    copies: DeviceCopies | None = None  # of a pool that takes batches

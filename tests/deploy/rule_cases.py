@@ -225,7 +225,7 @@ CASES = (
         {"kvstore_received": "0+6e8x80", EVICTED: "0+20x80"},
         "KvrelayStoreEvictsYoungBlocks",
         OF_STORE,
-        summary="store s:9100 replaces all blocks in 1m 40s, and they are missed",
+        summary="store s:9100 replaces all blocks in 1m 40s, and evicted blocks are missed",
     ),
     RuleCase(
         "every lookup fails",

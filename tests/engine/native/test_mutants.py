@@ -155,8 +155,8 @@ MUTANTS = {
 # Of the products on AMX tiles, in the same way.
 PRODUCTS = "products.cpp"
 PRODUCT_MUTANTS = {
-    "sums begin anew with every chunk": ("count, from == 0, own);", "count, true, own);"),
-    "sums of the task before are kept": ("count, from == 0, own);", "count, false, own);"),
+    "sums begin anew with every chunk": ("from == 0, own);", "true, own);"),
+    "sums of the task before are kept": ("from == 0, own);", "false, own);"),
     "the sums of a task overlap": ("((panel - left) * strips + i) * NUMBERS", "i * NUMBERS"),
     "left and right columns are swapped": (
         "_tile_loadd(6, packed, LINE);",
@@ -257,7 +257,7 @@ TILE_MUTANTS = {
         "TILED ? TILE / PER : ceiling(top",
         "TILED ? 16 : ceiling(top",
     ),
-    "hidden values reach other rows": ("if (apart) continue;", "if (apart && !TILED) continue;"),
+    "hidden values reach other rows": ("if (apart) {", "if (apart && !TILED) {"),
 }
 """In the part of attention.cpp for AMX."""
 
@@ -345,3 +345,11 @@ def test_a_mistake_with_amx_is_found(sources: Path, tiles: None, part: str, name
     file, mutants, programs = AMX_PARTS[part]
     change(sources / file, *mutants[name])
     assert found_by(compile_in(sources, build.AMX), programs) is not None
+
+
+def test_every_mistake_has_its_line() -> None:
+    """What the slow tests change is still in the sources, once."""
+    changed = [*MUTANTS.values()]
+    changed += [(file, *pair) for file, pairs, _ in AMX_PARTS.values() for pair in pairs.values()]
+    counts = {line: (build.FOLDER / file).read_text().count(line) for file, line, _ in changed}
+    assert set(counts.values()) == {1}, counts

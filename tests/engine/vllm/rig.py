@@ -298,6 +298,7 @@ class FakeVllm:
         ranks: int = 1,
         budget: int = 7,
         patience: float = 0.05,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         shards = HeadShards(heads, ranks)
         shape = PageShape(blocks, LAYERS, B, shards.width, DIM, "float32")
@@ -308,7 +309,7 @@ class FakeVllm:
             sides.append(Shard(namer, StoreConnector(stores(), namer, space, NoPages(shape))))
         self.manager = FakeManager(blocks)
         options = SideOptions(block_size=B, ranks=ranks, patience=patience, audits=True)
-        self.side = SchedulerSide(Namer(SPACE), sides, options)
+        self.side = SchedulerSide(Namer(SPACE), sides, options, clock)
         self.side.bind(cast(VllmCacheManager, self.manager))
         self.ranks = [Rank(shards, number, blocks, stores()) for number in range(ranks)]
         self.side.listener = self

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
+from typing import TypedDict, Unpack
 
 import pytest
 
@@ -23,6 +25,16 @@ Make = Callable[..., FakeVllm]
 PROMPT = list(range(1, 24))  # five blocks and three tokens
 
 
+class VllmOptions(TypedDict, total=False):
+    """Of ``FakeVllm``."""
+
+    blocks: int
+    heads: int
+    ranks: int
+    budget: int
+    patience: float
+
+
 @pytest.fixture
 def stage() -> Stage:
     return Stage()
@@ -33,7 +45,9 @@ def engine(stage: Stage) -> Iterator[Make]:
     """Makes engines that share the blocks of the stage."""
     engines: list[FakeVllm] = []
 
-    def make(store: Callable[[], Store] = lambda: stage, **options: int) -> FakeVllm:
+    def make(
+        store: Callable[[], Store] = lambda: stage, **options: Unpack[VllmOptions]
+    ) -> FakeVllm:
         engines.append(FakeVllm(store, **options))
         return engines[-1]
 
@@ -151,6 +165,17 @@ def test_a_new_request_does_not_miss_the_step_of_others(engine: Make) -> None:
     one.step()
     assert one.running == [first, second]
     one.run(first, second)
+
+
+def test_a_burst_of_new_requests_holds_up_a_step_once(stage: Stage) -> None:
+    """Their waits are bounded together: three of two seconds each use up the five."""
+    clock = itertools.count(0.0, 2.0)
+    one = FakeVllm(lambda: stage, patience=5.0, clock=clock.__next__)
+    burst = [one.add([number, *PROMPT]) for number in range(8)]
+    for request in burst:
+        one.side.look_up(request, 0)
+    assert next(clock) <= 12.0  # read before and after each wait
+    one.close()
 
 
 def test_what_is_saved_holds_a_reference(engine: Make, stage: Stage) -> None:

@@ -619,11 +619,11 @@ void take_stores(void* data) {
       for (long i = from; i < to; i++) {
         const long position = entry[1] + i, row = entry[0] + i;
         const int64_t block = g.tables[entry[3] + position / g.block_size];
-        char* to = g.pool + bytes * (block * g.s_block + g.layer * g.s_layer +
-                                     position % g.block_size * g.s_pos);
-        for (long h = 0; h < g.kv_heads; h++, to += bytes * g.s_head) {
-          memcpy(to, g.key + bytes * (row * g.k_row + h * g.k_head), size_t(head));
-          memcpy(to + bytes * g.s_kv, g.value + bytes * (row * g.v_row + h * g.v_head), size_t(head));
+        char* place = g.pool + bytes * (block * g.s_block + g.layer * g.s_layer +
+                                        position % g.block_size * g.s_pos);
+        for (long h = 0; h < g.kv_heads; h++, place += bytes * g.s_head) {
+          memcpy(place, g.key + bytes * (row * g.k_row + h * g.k_head), size_t(head));
+          memcpy(place + bytes * g.s_kv, g.value + bytes * (row * g.v_row + h * g.v_head), size_t(head));
         }
       }
     }
@@ -715,7 +715,6 @@ int kvrelay_attention(const Arguments* arguments) {
     if (threads > 1 && plan.positions > 2 * STORED) g.parallel(take_stores, &copying, unsigned(threads), 0);
     else take_stores(&copying);
   }
-  if (!g.query) return 0;
   plan.cut(threads, false);
   const long item_bytes = ceiling(plan.count * long(sizeof(Item)), 64) * 64;
   const long split_bytes = ceiling(plan.split_count * long(sizeof(Split)), 64) * 64;

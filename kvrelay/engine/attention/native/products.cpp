@@ -181,7 +181,7 @@ int kvrelay_product(const char* x, const char* packed, const char* bias, char* o
   if (rows < 1) return 0;
   const bool alone = !parallel || threads < 2 || double(rows) * double(n * k) < SERIAL;
   const long tall = least(rows, TALL), panels = ceiling(n, PANEL), blocks = ceiling(k, DEPTH);
-  const long share = ceiling(panels * ceiling(rows, tall), 4 * (alone ? 1 : threads));
+  const long share = ceiling(panels, 4 * (alone ? 1 : threads));
   const bool passing = 2.0 * double(rows) * double(n) > PASSING;
   const long chunk = tall > FEW ? least(CHUNK, blocks) : blocks;
   char* copies = (char*)aligned_alloc(LINE, size_t(ceiling(tall, FEW) * blocks * STRIP));

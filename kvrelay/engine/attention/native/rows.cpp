@@ -74,7 +74,7 @@ template <int64_t KIND>
 void rotate(char* head, const char* angles, const char* weight, long width, double epsilon) {
   using N = Numbers<KIND>;
   const long half = width / 2;
-  float x[WIDEST + 2 * VECTOR];
+  float x[WIDEST + VECTOR];
   Lanes squares = zero();
   for (long i = 0; i < width; i += VECTOR) {
     const Lanes y = N::read(head + i * N::BYTES, width - i);

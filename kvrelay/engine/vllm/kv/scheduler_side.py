@@ -27,9 +27,9 @@ from kvrelay.usage import Miss
 
 @dataclass(frozen=True, slots=True)
 class SideOptions:
-    """``patience`` seconds may pass for the first question of a request.
+    """A step may wait ``patience`` seconds in all for answers to first questions of requests.
 
-    In a step in which vLLM has nothing to compute they may pass for every question.
+    If vLLM has nothing to compute it may wait so long for any answers.
     """
 
     block_size: int
@@ -83,7 +83,7 @@ class SchedulerSide:
         self._serial = 0
         self._news = threading.Event()
         self._idle = True  # vLLM computed nothing in the last step
-        self._late = False  # an answer has not come within its patience since the last step
+        self._left = options.patience  # seconds that this step may still wait for answers
         for shard in self._shards:
             shard.store.start(self._news.set)
 
@@ -131,20 +131,22 @@ class SchedulerSide:
             return 0
         self._news.clear()
         found = self._answers(track, local)
-        if found is None and not self._late and (self._idle or not track.waited):
+        if found is None and (self._idle or not track.waited):
             found = self._wait(track, local)
         return None if found is None else min(max(found, 0), request.num_tokens - 1 - local)
 
     def _wait(self, track: Track, local: int) -> int | None:
-        """The answers, if they come in time: a step that is missed costs a request more.
+        """The answers, if they come in time.
 
-        Without it, idle steps would spin and hold the GIL.
+        Missing a step costs a request more than this wait. Idle steps that did not wait would spin
+        and hold the GIL.
         """
         track.waited = True
-        deadline = self._clock() + self._options.patience
         found = None
-        while found is None and not self._late:
-            self._late = not self._news.wait(deadline - self._clock())
+        while found is None and self._left > 0:
+            begun = self._clock()
+            came = self._news.wait(self._left)
+            self._left = self._left - (self._clock() - begun) if came else 0.0
             self._news.clear()
             found = self._answers(track, local)
         return found
@@ -273,7 +275,7 @@ class SchedulerSide:
         self._loads = []
         self._saves = []
         self._idle = orders.idle
-        self._late = False
+        self._left = self._options.patience
         return orders
 
     def _offer(self, track: Track, end: int) -> None:

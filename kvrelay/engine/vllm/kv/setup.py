@@ -44,8 +44,8 @@ class ConnectorConfig:
     """``kv_connector_extra_config``: the store's URL, or ``none`` for accounts alone.
 
     ``namespace`` sets fields of the namespace. ``audit`` checks the accounting before each step.
-    ``any_version`` accepts a vLLM that was not tested. ``patience``: seconds that a step without
-    work may wait for the store.
+    ``any_version`` accepts a vLLM that was not tested. ``patience``: seconds that a step may
+    wait for the store.
     """
 
     store: str
