@@ -74,19 +74,24 @@ def _codes(address: str, services: list[ServiceDescriptor]) -> dict[str, str]:
     with open_sync_channel(address) as channel:
         for service in services:
             for name in service.methods_by_name:
-                make_call: grpc.StreamStreamMultiCallable[bytes, bytes]
-                make_call = channel.stream_stream(f"/{service.full_name}/{name}")
-                call = make_call(iter([b""]), timeout=SECONDS)
+                make_call: grpc.UnaryStreamMultiCallable[bytes, bytes]
+                make_call = channel.unary_stream(f"/{service.full_name}/{name}")
+                call = make_call(b"", timeout=SECONDS)
                 codes[name] = _code(call)
     return codes
 
 
 def _code(call: Iterator[bytes]) -> str:
-    """``OK`` as soon as there is an answer."""
+    """``OK`` as soon as there is an answer.
+
+    A failed call is its own exception: with the traceback it would be in a cycle and be freed when
+    the interpreter ends. Then it waits for its lock, for ever if a thread of gRPC that the
+    interpreter has ended holds it.
+    """
     try:
         next(call, None)
     except grpc.RpcError as error:
-        return cast(grpc.Call, error).code().name
+        return cast(grpc.Call, error.with_traceback(None)).code().name
     cast(grpc.Call, call).cancel()
     return "OK"
 
@@ -130,11 +135,11 @@ def valid_calls(target: Mapping[str, str]) -> dict[str, str]:
     codes = {}
     for name, (role, method, message) in calls.items():
         with open_sync_channel(target[role]) as channel:
-            make_call: grpc.StreamStreamMultiCallable[bytes, bytes]
-            make_call = channel.stream_stream(f"/kvrelay.v1.{method}")
+            make_call: grpc.UnaryStreamMultiCallable[bytes, bytes]
+            make_call = channel.unary_stream(f"/kvrelay.v1.{method}")
             for token in (None, INVENTED):
                 metadata = () if token is None else ((HEADER, SCHEME + token),)
-                sent = iter([message.SerializeToString()])
+                sent = message.SerializeToString()
                 call = make_call(sent, timeout=CALL_SECONDS, metadata=metadata)
                 codes[f"{name}, {'a' if token else 'no'} token"] = _code(call)
     return codes
