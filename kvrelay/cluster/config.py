@@ -125,7 +125,7 @@ class ClusterConfig(TracingOptions):
     threads: int | None = option(
         None,
         "threads of a worker; default: by the model's size, at most cores / workers and"
-        f" {MOST_THREADS}",
+        f" {MOST_THREADS}, and those of idle workers on Linux",
         low=1,
     )
     metrics_port: int | None = option(

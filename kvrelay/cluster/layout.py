@@ -67,6 +67,12 @@ def worker_threads(config: ClusterConfig) -> int:
     return config.threads or model_threads(_weight_bytes(config), available_cores(), workers)
 
 
+def shares_cores(config: ClusterConfig) -> bool:
+    """Whether a worker may use cores of idle ones; ``--threads`` gives each its own."""
+    workers = config.prefill + config.decode
+    return config.threads is None and workers > 1 and _forks_workers(config)
+
+
 def _weight_bytes(config: ClusterConfig) -> int:
     """Of the weights in a worker's memory, as far as the files tell."""
     files = sum(path.stat().st_size for path in Path(config.model_path).glob("*.safetensors"))
@@ -228,7 +234,7 @@ def _spec(
         port=port,
         http_port=config.http_port if role == "router" else None,
         other_ports=others,
-        forked=worker and config.engine != "vllm" and _can_fork(config),
+        forked=worker and _forks_workers(config),
         python=config.vllm_python if worker else None,
     )
     return replace(spec, environ=environ_of(config, spec, os.environ))
@@ -237,6 +243,11 @@ def _spec(
 def _is_secret(url: str) -> bool:
     """Whether a URL may hold a password: every user can read a command line."""
     return "@" in url
+
+
+def _forks_workers(config: ClusterConfig) -> bool:
+    """Whether workers are forked: those of the native engine on the CPU."""
+    return config.engine != "vllm" and _can_fork(config)
 
 
 def _can_fork(config: ClusterConfig) -> bool:

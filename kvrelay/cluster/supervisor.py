@@ -21,11 +21,13 @@ from types import TracebackType
 
 from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.fleet_key import kept_key
-from kvrelay.cluster.layout import process_specs
+from kvrelay.cluster.layout import process_specs, shares_cores
 from kvrelay.cluster.ports import ReservedPorts, WantedPort
 from kvrelay.cluster.process import ProcessSpec, RestartBackoff, SupervisedProcess
 from kvrelay.cluster.readiness import ReadinessProbe
+from kvrelay.config.option import PREFIX
 from kvrelay.errors import DeadlineExceeded, KvrelayError, NotFound, Unavailable
+from kvrelay.process.shared_cores import SharedCoresFile
 from kvrelay.process.tempdir import ensure_temporary_directory
 from kvrelay.rpc import reserved
 from kvrelay.rpc.address import Address
@@ -39,6 +41,8 @@ STOP_SECONDS = 12.0  # a little more than a worker's default grace for open requ
 STOP_MARGIN = 2.0
 KILL_SECONDS = 5.0  # to end after SIGKILL
 TAIL_SHOWN = 12
+WORKERS = ("prefill", "decode")
+SHARED_CORES = PREFIX + "SHARED_CORES"
 
 
 class StartInterrupted(KvrelayError):
@@ -87,6 +91,15 @@ def with_reserved_ports(specs: Sequence[ProcessSpec]) -> tuple[ProcessSpec, ...]
     return tuple(replace(spec, environ={**spec.environ, **named}) for spec in specs)
 
 
+def with_shared_cores(specs: Sequence[ProcessSpec], path: str) -> tuple[ProcessSpec, ...]:
+    """The processes; workers for which the environment names no other file share cores by it."""
+    named = {SHARED_CORES: path}
+    return tuple(
+        replace(spec, environ={**named, **spec.environ}) if spec.role in WORKERS else spec
+        for spec in specs
+    )
+
+
 class Cluster:
     """Every process of one ``ClusterConfig``; a context manager."""
 
@@ -102,7 +115,11 @@ class Cluster:
         self.config = config = with_fleet_key(config)
         self.security = policy.load(config, ADMIN_FIRST)
         ensure_temporary_directory()
-        self.specs = with_reserved_ports(layout(config))
+        specs = layout(config)
+        self._cores = SharedCoresFile() if shares_cores(config) else None
+        if self._cores is not None and self._cores.path is not None:
+            specs = with_shared_cores(specs, self._cores.path)
+        self.specs = with_reserved_ports(specs)
         self._on_change = on_change
         self._processes = {
             (spec.role, spec.index): SupervisedProcess(spec, on_line, on_change, backoff)
@@ -231,6 +248,8 @@ class Cluster:
         self.kill_all()
         if self._ports is not None:
             self._ports.close()
+        if self._cores is not None:
+            self._cores.close()
 
     def kill_all(self) -> None:
         """Send SIGKILL to every process at once; none is left when this returns."""

@@ -59,6 +59,7 @@ class EngineOptions:
     ``on_fatal`` is called when the engine cannot continue, or when a step takes longer than
     ``step_seconds``: the process should exit and be restarted. ``journal`` gets a line for every
     call of the scheduler (``core.journal``), ``on_step`` seconds, requests, positions of a step.
+    ``on_rest`` is called on the engine's thread when there is nothing to compute.
     """
 
     max_waiting: int = 1024
@@ -67,6 +68,7 @@ class EngineOptions:
     on_fatal: Callable[[], None] = lambda: None
     journal: Callable[[str], object] | None = None
     on_step: Callable[[float, int, int], object] = lambda seconds, requests, positions: None
+    on_rest: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ class Engine(SteppingThread):
         self._transfers = connector
         self._deliver = deliver
         self._options = options = options or EngineOptions()
-        super().__init__(options.step_seconds, options.on_fatal)
+        super().__init__(options.step_seconds, options.on_fatal, options.on_rest)
         self._connector = safe = SafeConnector(connector)
         self._scheduler = (
             Scheduler(limits, naming, safe.lookup, safe.cancel)

@@ -23,6 +23,7 @@ from kvrelay.engine.sampling.masks import GrammarMasks, MaskThread
 from kvrelay.engine.sampling.sampler import sample
 from kvrelay.engine.stepping import DeviceLost
 from kvrelay.process.cores import MOST_THREADS, available_cores
+from kvrelay.process.shared_cores import SharedCores
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class Runner:
         self._forward = forward_for(loaded.forward, self._backend)
         self.attention_reason = chosen.reason  # why it is not a better one; empty: it is the best
         self._threads = threads
+        self._shared: SharedCores | None = None
         self._masks = MaskThread(loaded.info.vocab_size, self._mask_threads(loaded.device))
         self._sampler: DeviceSampler | None = None
         self._graphs: DecodeGraphs | None = None
@@ -80,8 +82,12 @@ class Runner:
 
     @property
     def threads(self) -> int:
-        """The number of intra-op threads of a step."""
+        """The number of intra-op threads of a step; the least, if cores are shared."""
         return self._threads or torch.get_num_threads()
+
+    def share(self, cores: SharedCores) -> None:
+        """Let each step have as many threads as other workers leave; call it before any step."""
+        self._shared = cores
 
     def _mask_threads(self, device: torch.device) -> int:
         """The cores that the model's threads leave; a GPU needs one core."""
@@ -143,8 +149,9 @@ class Runner:
 
     def compute(self, works: Sequence[Work]) -> Computed:
         """Store the KV of all works, and compute the logits of the rows that sample."""
-        if self._threads is not None and torch.get_num_threads() != self._threads:
-            torch.set_num_threads(self._threads)  # OpenMP keeps it per thread
+        threads = self._threads if self._shared is None else self._shared.compute()
+        if threads is not None and torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)  # OpenMP keeps it per thread
         batch = self._packer.pack(works)
         plan = None
         if self._sampler is not None:

@@ -28,10 +28,19 @@ class DeviceLost(Exception):
 
 
 class SteppingThread(ABC):
-    """Calls ``on_fatal`` if it cannot continue, or if a step takes longer than ``step_seconds``."""
+    """Calls ``on_fatal`` if it cannot continue, or if a step takes longer than ``step_seconds``.
 
-    def __init__(self, step_seconds: float, on_fatal: Callable[[], None]) -> None:
+    ``on_rest`` is called when there is nothing to compute.
+    """
+
+    def __init__(
+        self,
+        step_seconds: float,
+        on_fatal: Callable[[], None],
+        on_rest: Callable[[], None] = lambda: None,
+    ) -> None:
         self._on_fatal = on_fatal
+        self._on_rest = on_rest
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._wake = threading.Event()
         self._closing = threading.Event()
@@ -88,12 +97,14 @@ class SteppingThread(ABC):
         try:
             while not self._closing.is_set():
                 if not self.turn():
+                    self._on_rest()
                     self._wake.wait(IDLE_SECONDS)
                 self._wake.clear()
             self._run_commands()
         except Exception as error:  # noqa: BLE001 - the edge: nothing here can be trusted now
             self._give_up(error)
         finally:
+            self._on_rest()
             self._fail_all("the worker is stopping")
             self._publish()
 

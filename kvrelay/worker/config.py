@@ -89,6 +89,12 @@ class WorkerConfig(TracingOptions):
         f"CPU threads of the model; default: by its size, at most the cores and {MOST_THREADS}",
         low=1,
     )
+    shared_cores: str | None = option(
+        None,
+        "workers of this machine that name the same file share its cores: --threads are a worker's"
+        " own, and one that computes alone uses all",
+        metavar="FILE",
+    )
     grace: float = option(10.0, "seconds that open requests get after SIGTERM", low=0.0)
     audit: bool = option(False, "check every invariant of the accounting after every step")
     metrics_port: int | None = option(

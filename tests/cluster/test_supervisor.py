@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -278,6 +279,31 @@ def test_statuses_in_words(status: int, words: str) -> None:
 def test_backoff_doubles_up_to_its_bound() -> None:
     waits = [RestartBackoff().wait(deaths) for deaths in range(1, 9)]
     assert waits == [0.5, 1, 2, 4, 8, 16, 30, 30]
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux has files in memory")
+def test_the_workers_of_a_cluster_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless each has threads of its own, or there is nobody to share with."""
+    name = "KVRELAY_SHARED_CORES"
+    config = ClusterConfig(port=0, device="cpu", prefill=1, decode=2)
+    cluster = Cluster(config)
+    named = {spec.name: spec.environ.get(name) for spec in cluster.specs}
+    (path,) = {named.pop(worker) for worker in ("prefill-0", "decode-0", "decode-1")}
+    assert set(named.values()) == {None}
+    assert path is not None
+    assert Path(path).exists()
+    cluster.stop()
+    assert not Path(path).exists()
+    for other in (
+        replace(config, threads=1),
+        replace(config, prefill=0, decode=1),
+        replace(config, device=None, devices="0,1"),
+        replace(config, engine="vllm"),
+    ):
+        assert not any(name in spec.environ for spec in Cluster(other).specs)
+    monkeypatch.setenv(name, "/dev/shm/cores")
+    worker = Cluster(config).process("decode").spec
+    assert worker.environ[name] == "/dev/shm/cores"
 
 
 def test_a_cluster_keeps_to_its_own_store_only_without_a_url(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -31,12 +32,14 @@ from kvrelay.engine.largest_step import (
     StepBounds,
     free_in_largest_step,
 )
+from kvrelay.engine.model.forward import TransformersModel
 from kvrelay.engine.model.loading import LoadedModel, load_model
 from kvrelay.engine.numerics import numeric_profile
 from kvrelay.engine.runner import GraphOptions, Runner
 from kvrelay.engine.step_down import DeviceExaminer, Way, choose_way
 from kvrelay.process.cores import available_cores, in_passing_thread, model_threads
 from kvrelay.process.memory import host_memory
+from kvrelay.process.shared_cores import SharedCores
 from kvrelay.rpc.security.credentials import Credentials
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.engines.opened import OpenedEngine, ServedModel, namespace_of
@@ -76,6 +79,11 @@ def _open(
     runner = open_runner(model, limits, way, threads)
     verdict = (runner.graphs_profile, *way.facts)
     profile = numeric_profile(model, way.backend, threads, verdict)
+    most = model_threads(model.weight_bytes, available_cores())
+    if config.shared_cores and may_share_cores(model, way.backend, threads, most, profile):
+        shared = SharedCores(config.shared_cores, threads, most, available_cores())
+        runner.share(shared)
+        options = replace(options, on_rest=shared.rest)
     namespace = namespace_of(config, served, config.block_size, profile, credentials)
     namer = Namer(namespace)
     key = BlockKey.of(credentials.fleet_key)
@@ -109,6 +117,24 @@ def way_of(config: WorkerConfig, model: LoadedModel) -> Way:
     seconds = time.monotonic() - begun
     log.info("this GPU computes with %s (the self-test took %.1f s)", way.name, seconds)
     return way
+
+
+def may_share_cores(
+    model: LoadedModel, attention_backend: str, threads: int, most: int, profile: str
+) -> bool:
+    """Whether a step may have up to ``most`` threads: logs why not.
+
+    Only a dense decoder on the CPU computes the same bits on any number of threads.
+    """
+    if most <= threads or model.device.type != "cpu":
+        return False
+    if isinstance(model.forward, TransformersModel):
+        log.info("cores are not shared: results of %s may depend on threads", model.info.name)
+        return False
+    if numeric_profile(model, attention_backend, most) != profile:
+        log.warning("cores are not shared: %d threads compute other bits than %d", most, threads)
+        return False
+    return True
 
 
 def open_runner(model: LoadedModel, limits: EngineLimits, way: Way, threads: int) -> Runner:

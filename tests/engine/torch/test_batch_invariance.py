@@ -18,6 +18,7 @@ from kvrelay.engine.core.updates import Logprob, Work
 from kvrelay.engine.model.elementwise import vectorised
 from kvrelay.engine.model.loading import LoadedModel, load_model
 from kvrelay.engine.runner import Runner
+from kvrelay.process.shared_cores import SharedCores
 from kvrelay.sampling import Sampling
 from tests.engine.torch.drive import prompts
 from tests.models import KINDS, VOCAB, tiny_model
@@ -116,6 +117,16 @@ def test_sizes_of_blocks_and_two_threads(
     check(load_model(path, "float32", "cpu"), block_size, 2, random.randrange(1 << 31), attention)
 
 
+class ChangingCores(SharedCores):
+    """Another number of threads for each step."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def compute(self) -> int:
+        return self._rng.randint(1, 8)
+
+
 def check_threads(
     kind: str, dtype: str, attention: str, folder: Path, seeds: int, **sizes: object
 ) -> None:
@@ -140,6 +151,11 @@ def check_threads(
                     told = f"{threads} threads, {counts}"
                     assert torch.equal(again[0], kv), told
                     assert again[1] == top, told
+            runner = Runner(loaded, 200, 16, attention, 1)
+            runner.share(ChangingCores(rng))
+            again = computed(runner, tokens, [35] * 20, neighbours(rng, runner))
+            assert torch.equal(again[0], kv), "threads change at every step"
+            assert again[1] == top, "threads change at every step"
     finally:
         torch.set_num_threads(before)
 

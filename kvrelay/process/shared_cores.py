@@ -1,0 +1,102 @@
+"""Cores that the workers of one machine share: a worker that computes alone uses all of them.
+
+The workers map one file, in which each has a byte that says whether it computes. A worker that
+begins a step divides the cores by the number of those that do. A worker that was killed while it
+computed counts until another takes its byte: the others then use fewer cores than they could.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+
+from kvrelay.errors import Rejected
+
+WORKERS = 256
+_COMPUTES = 1
+
+
+class SharedCores:
+    """One worker's place in the file; a process has at most one for each file.
+
+    ``share`` threads are always its own, ``most`` are the most that its model can use, ``cores``
+    are all that the workers share.
+    """
+
+    def __init__(self, path: str, share: int, most: int, cores: int) -> None:
+        """Create the file if it is missing. ``Rejected`` if it cannot be used."""
+        self._share = share
+        self._most = most
+        self._cores = cores
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise Rejected("shared_cores", f"{path}: {error.strerror}") from error
+        try:
+            if os.fstat(self._file).st_size < WORKERS:
+                os.ftruncate(self._file, WORKERS)
+            self._place = self._free_place(path)
+            self._computing = mmap.mmap(self._file, WORKERS)
+        except (OSError, ValueError) as error:
+            os.close(self._file)
+            raise Rejected("shared_cores", f"{path}: {error}") from error
+        self.rest()
+
+    def _free_place(self, path: str) -> int:
+        """The first byte whose lock no process holds; the lock ends with this process."""
+        for place in range(WORKERS):
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+            except (BlockingIOError, PermissionError):
+                continue
+            return place
+        raise ValueError(f"{WORKERS} workers share it already")
+
+    def compute(self) -> int:
+        """A step begins: the number of threads for it."""
+        self._computing[self._place] = _COMPUTES
+        return min(self._most, max(self._share, self._cores // sum(self._computing[:])))
+
+    def rest(self) -> None:
+        """There is nothing to compute: others may use the cores."""
+        self._computing[self._place] = 0
+
+    def close(self) -> None:
+        """Leave the place to another worker."""
+        self.rest()
+        self._computing.close()
+        os.close(self._file)
+
+    def __enter__(self) -> SharedCores:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class SharedCoresFile:
+    """A file for ``SharedCores`` in memory, which processes of this user open as ``path``.
+
+    Linux only: elsewhere ``path`` is ``None``, and where ``/proc`` cannot be read. ``close`` is
+    called at the latest when this object is freed; the workers keep what they have mapped.
+    """
+
+    def __init__(self) -> None:
+        self.path: str | None = None
+        self.close: Callable[[], object] = lambda: None
+        if not hasattr(os, "memfd_create"):
+            return
+        file = os.memfd_create("kvrelay-cores")
+        self.close = weakref.finalize(self, os.close, file)
+        path = f"/proc/{os.getpid()}/fd/{file}"
+        if os.access(path, os.R_OK | os.W_OK):
+            self.path = path

@@ -1,0 +1,150 @@
+"""Workers that share cores by a file: each of them is a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvrelay.errors import Rejected
+from kvrelay.process import shared_cores
+from kvrelay.process.shared_cores import SharedCores, SharedCoresFile
+
+PROGRAM = """
+import sys
+from kvrelay.process.shared_cores import SharedCores
+path, share, most, cores = sys.argv[1], *map(int, sys.argv[2:])
+shared = SharedCores(path, share, most, cores)
+print("open", flush=True)
+for line in sys.stdin:
+    print(getattr(shared, line.strip())(), flush=True)
+"""
+
+
+class Worker:
+    """Another process that shares the cores."""
+
+    def __init__(self, path: Path | str, share: int = 1, most: int = 8, cores: int = 8) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(path), str(share), str(most), str(cores)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._line() == "open"
+
+    def compute(self) -> int:
+        return int(self._ask("compute"))
+
+    def rest(self) -> None:
+        self._ask("rest")
+
+    def end(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+        self.process.communicate()
+
+    def _ask(self, method: str) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write(method + "\n")
+        self.process.stdin.flush()
+        return self._line()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+
+@contextmanager
+def worker(path: Path | str, share: int = 1, most: int = 8, cores: int = 8) -> Iterator[Worker]:
+    made = Worker(path, share, most, cores)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def test_a_worker_that_computes_alone_uses_all_cores(tmp_path: Path) -> None:
+    path = tmp_path / "cores"
+    with worker(path) as first, worker(path) as second, worker(path) as third:
+        assert first.compute() == 8
+        assert second.compute() == 4
+        assert first.compute() == 4
+        assert third.compute() == 2
+        first.rest()
+        assert second.compute() == 4
+        third.rest()
+        assert second.compute() == 8
+        assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_never_fewer_than_its_own_nor_more_than_the_model_uses(tmp_path: Path) -> None:
+    path = tmp_path / "cores"
+    with worker(path, 3) as first, worker(path, 1, 5) as second, worker(path, 1) as third:
+        assert second.compute() == 5
+        third.compute()
+        assert first.compute() == 3
+        assert third.compute() == 2
+
+
+def test_a_restarted_worker_takes_the_place_of_the_killed_one(tmp_path: Path) -> None:
+    path = tmp_path / "cores"
+    with worker(path) as first, worker(path) as second:
+        second.compute()
+        second.end()
+        assert first.compute() == 4  # what the killed one has left
+        with worker(path) as third:
+            assert first.compute() == 8
+            third.compute()
+            assert first.compute() == 4
+
+
+def test_a_closed_worker_uses_no_core(tmp_path: Path) -> None:
+    path = tmp_path / "cores"
+    with worker(path) as other:
+        before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
+        with SharedCores(str(path), 1, 8, 8) as shared:
+            assert shared.compute() == 8
+            assert other.compute() == 4
+        assert other.compute() == 8
+        if before is not None:
+            assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_as_many_workers_as_there_are_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_cores, "WORKERS", 2)
+    path = tmp_path / "cores"
+    with ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(worker(path))
+        with pytest.raises(Rejected, match=r"shared_cores.*2 workers share it already"):
+            SharedCores(str(path), 1, 8, 8)
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    with pytest.raises(Rejected, match=r"shared_cores.*missing/cores"):
+        SharedCores(str(tmp_path / "missing" / "cores"), 1, 8, 8)
+    with pytest.raises(Rejected, match="shared_cores"):
+        SharedCores(str(tmp_path), 1, 8, 8)
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux has files in memory")
+def test_the_file_of_a_cluster_is_in_memory_and_ends_with_it() -> None:
+    file = SharedCoresFile()
+    assert file.path is not None
+    with worker(file.path) as first, worker(file.path) as second:
+        assert first.compute() == 8
+        assert second.compute() == 4
+        path = file.path
+        file.close()
+        file.close()
+        assert not os.path.exists(path)
+        first.rest()
+        assert second.compute() == 8  # what is mapped stays

@@ -1,0 +1,84 @@
+"""A worker that uses the cores of idle ones: only if that cannot change a bit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvrelay.engine.core.request import Order
+from kvrelay.engine.core.updates import Ended, Token, Update
+from kvrelay.engine.engine import EngineOptions
+from kvrelay.engine.model.loading import load_model
+from kvrelay.engine.numerics import numeric_profile
+from kvrelay.process import cores
+from kvrelay.rpc.security.credentials import Credentials
+from kvrelay.sampling import Sampling
+from kvrelay.worker.config import WorkerConfig
+from kvrelay.worker.engines import native
+from tests.models import tiny_model
+
+SECONDS = 60.0
+
+
+@pytest.fixture(autouse=True)
+def torch_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("kind", "shares"), [("llama", True), ("mixtral", False)])
+def test_only_a_dense_decoder_shares(tmp_path: Path, kind: str, shares: bool) -> None:
+    """The experts of a mixture round differently with another number of threads."""
+    model = load_model(tiny_model(kind, tmp_path / kind), "float32", "cpu")
+    profile = numeric_profile(model, "auto", 1)
+    assert native.may_share_cores(model, "auto", 1, 4, profile) is shares
+    assert not native.may_share_cores(model, "auto", 4, 4, profile)
+
+
+def test_threads_that_change_a_bit_are_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load_model(tiny_model("llama", tmp_path / "llama"), "float32", "cpu")
+    assert not native.may_share_cores(model, "auto", 1, 4, "native/of/other/bits")
+    assert "4 threads compute other bits than 1" in caplog.text
+
+
+def test_a_worker_says_when_it_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "BYTES_A_THREAD", 1)
+    monkeypatch.setattr(native, "available_cores", lambda: 3)
+    shared, ended = tmp_path / "cores", threading.Event()
+    computing: set[int] = set()
+    threads: set[int] = set()
+
+    def deliver(updates: Sequence[tuple[str, Update]]) -> None:
+        for _, update in updates:
+            if isinstance(update, Token):
+                threads.add(torch.get_num_threads())  # of the engine's thread, which calls this
+                computing.add(shared.read_bytes()[0])
+            if isinstance(update, Ended):
+                ended.set()
+
+    config = WorkerConfig(
+        model=str(tiny_model("llama", tmp_path / "llama", eos_token_id=None)),
+        dtype="float32",
+        device="cpu",
+        threads=1,
+        num_blocks=16,
+        shared_cores=str(shared),
+    )
+    engine = native.open_native(config, Credentials(), deliver, EngineOptions()).engine
+    try:
+        assert shared.read_bytes()[0] == 0
+        engine.start()
+        engine.submit(Order("a", (1, 2, 3), 3, 40), Sampling())
+        assert ended.wait(SECONDS)
+    finally:
+        engine.close()
+    assert computing == {1}
+    assert threads == {3}
+    assert shared.read_bytes()[0] == 0
