@@ -130,22 +130,36 @@ class Runner:
             return self._execute(works, foresee)
         except torch.AcceleratorError as error:
             raise DeviceLost(str(error)) from error
+        except RuntimeError as error:
+            self._check_device(error)
+            raise
 
     def _execute(self, works: Sequence[Work], foresee: Foresee) -> list[Sampled | None]:
         answers: list[Sampled | None] = [None] * len(works)
         if not works:
             return answers
-        with torch.inference_mode(), self._masks.computing(works) as masks:
-            computed = self.compute(works)
-            samples = computed.batch.samples
-            made = masks()
-            arranged = None if made is None else made.arranged(samples)
-            chosen = self._choose(computed, [works[index] for index in samples], arranged, foresee)
-        self.pool.computed()
+        try:
+            with torch.inference_mode(), self._masks.computing(works) as masks:
+                computed = self.compute(works)
+                samples = computed.batch.samples
+                made = masks()
+                arranged = None if made is None else made.arranged(samples)
+                asked = [works[index] for index in samples]
+                chosen = self._choose(computed, asked, arranged, foresee)
+        finally:  # a step that fails may have launched kernels that write its blocks
+            self.pool.computed()
         self._executed += sum(work.count for work in works)
         for index, sampled in zip(samples, chosen, strict=True):
             answers[index] = sampled
         return answers
+
+    def _check_device(self, error: RuntimeError) -> None:
+        """``DeviceLost`` if it fails too: Triton and cuBLAS have no class for its errors."""
+        if self.pool.device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError):
+            try:
+                torch.cuda.synchronize(self.pool.device)
+            except RuntimeError as lost:
+                raise DeviceLost(str(error)) from lost
 
     def compute(self, works: Sequence[Work]) -> Computed:
         """Store the KV of all works, and compute the logits of the rows that sample."""

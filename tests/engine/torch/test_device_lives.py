@@ -7,17 +7,31 @@ a line or two of the product, must be seen under some seed; the seeds are printe
 from __future__ import annotations
 
 import types
+from collections.abc import Sequence
 
 import pytest
+import torch
 
 from kvrelay.engine import engine, runner
 from kvrelay.engine.attention import copies as block_copiers
 from kvrelay.engine.attention import flash_backend
 from kvrelay.engine.core import legs, scheduler
+from kvrelay.engine.core.updates import Foresee, Sampled, Work
 from kvrelay.engine.cuda import copies, upload
-from kvrelay.engine.runner import Runner
+from kvrelay.engine.runner import Computed, Runner
 from kvrelay.engine.sampling import device
-from tests.engine.torch.device_world import Life, Seen, install_backend, use_backend
+from kvrelay.engine.sampling.masks import GrammarMasks
+from kvrelay.engine.stepping import DeviceLost
+from tests.engine.torch.device_world import (
+    BLOCKS,
+    GREEDY,
+    SIZE,
+    Life,
+    Seen,
+    chain_model,
+    install_backend,
+    use_backend,
+)
 from tests.engine.torch.streams import Memory, Runtime
 from tests.mutants import Mistake, module_of
 
@@ -31,9 +45,9 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def life(seed: int, runner_type: type[Runner] = Runner) -> Seen:
+def life(seed: int, runner_type: type[Runner] = Runner, may_fail: bool = False) -> Seen:
     Memory.runtime = Runtime(seed)
-    return Life(seed, runner_type).run()
+    return Life(seed, runner_type, may_fail).run()
 
 
 def test_lives_in_every_order(simulated: pytest.MonkeyPatch) -> None:
@@ -45,6 +59,61 @@ def test_lives_in_every_order(simulated: pytest.MonkeyPatch) -> None:
         total = sum(getattr(one, what) for one in seen)
         print(what, total)
         assert total > SEEDS, f"{what}: {total} in {SEEDS} lives"
+
+
+def failing(base: type[Runner]) -> type[Runner]:
+    """Runners for whose sampling memory is sometimes too small: the step has been launched."""
+
+    class Failing(base):  # type: ignore[misc,valid-type]
+        def _choose(
+            self,
+            computed: Computed,
+            works: Sequence[Work],
+            masks: GrammarMasks | None,
+            foresee: Foresee = lambda: (),
+        ) -> list[Sampled]:
+            if Memory.runtime.rng.random() < 0.2:
+                raise torch.OutOfMemoryError("no memory is left")
+            made: list[Sampled] = super()._choose(computed, works, masks, foresee)
+            return made
+
+    return Failing
+
+
+def test_blocks_of_a_failed_step_are_filled_after_it(simulated: pytest.MonkeyPatch) -> None:
+    """Its kernels may still write them. Without the end of such a step a load comes too early."""
+    seen = [life(seed, failing(Runner), True) for seed in range(SEEDS)]
+    assert [one.wrong for one in seen if one.wrong] == []
+    assert sum(one.failed for one in seen) > SEEDS
+    end = "        finally:  # a step that fails may have launched kernels that write its blocks\n"
+    mark = "            self.pool.computed()\n"
+    mistake = [(end + mark, "        finally:\n            pass\n        self.pool.computed()\n")]
+    made = module_of(runner, mistake)
+    use(simulated, runner, made)
+    found = (life(seed, failing(made.Runner), True).wrong for seed in range(MOST_SEEDS))
+    assert any(found)
+
+
+def test_an_error_without_a_class_may_be_the_devices(simulated: pytest.MonkeyPatch) -> None:
+    """Triton and cuBLAS raise a ``RuntimeError``: the device is asked what it was."""
+    answers = [None, torch.AcceleratorError("CUDA error: an illegal memory access")]
+    told = "Triton Error [CUDA]: an illegal memory access was encountered"
+
+    def choose(self: Runner, *given: object) -> list[Sampled]:
+        raise RuntimeError(told)
+
+    def synchronize(device: torch.device) -> None:
+        if (answer := answers.pop(0)) is not None:
+            raise answer
+
+    simulated.setattr(Runner, "_choose", choose)
+    simulated.setattr(torch.cuda, "synchronize", synchronize)
+    Memory.runtime = Runtime(1)
+    made = Runner(chain_model(), BLOCKS, SIZE, "varlen")
+    for kind in (RuntimeError, DeviceLost):
+        with pytest.raises(kind, match="Triton Error") as caught:
+            made.execute([Work([1, 2], 0, 2, [0], 2, GREEDY)])
+        assert type(caught.value) is kind
 
 
 MISTAKES: dict[str, tuple[types.ModuleType, Mistake]] = {
@@ -85,10 +154,11 @@ MISTAKES: dict[str, tuple[types.ModuleType, Mistake]] = {
     "the end of a step is recorded before the step": (
         runner,
         [
-            ("        self.pool.computed()\n", ""),
+            ("            self.pool.computed()\n", "            pass\n"),
             (
-                "            computed = self.compute(works)\n",
-                "            self.pool.computed()\n            computed = self.compute(works)\n",
+                "                computed = self.compute(works)\n",
+                "                self.pool.computed()\n"
+                "                computed = self.compute(works)\n",
             ),
         ],
     ),
@@ -96,8 +166,8 @@ MISTAKES: dict[str, tuple[types.ModuleType, Mistake]] = {
         runner,
         [
             (
-                "        self.pool.computed()\n",
-                "        if chosen:\n            self.pool.computed()\n",
+                "            self.pool.computed()\n",
+                "            if chosen:\n                self.pool.computed()\n",
             )
         ],
     ),
