@@ -2,7 +2,8 @@
 
 A graph is captured for a number of rows and a length of context, reads its numbers where the step's
 upload puts them, and is replayed for every step that fits. Rows that are not there have no
-positions, so nothing is read for them, and the slot -1, so nothing is written.
+positions, so nothing is read for them, and the slot -1, so nothing is written. All graphs leave
+their logits in one place: a step reads them before the next one.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Graph(Protocol):
 class GraphRuntime(Protocol):
     """Captures work on the current device."""
 
-    def capture(self, function: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
-        """The graph of what a function launches, and the tensor that each replay fills."""
+    def capture(self, function: Callable[[], object]) -> Graph:
+        """The graph of what a function launches."""
 
 
 class CudaGraphs:
@@ -45,14 +46,22 @@ class CudaGraphs:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def capture(self, function: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
-        """See ``GraphRuntime``. The first call compiles kernels, which no capture allows."""
+    def capture(self, function: Callable[[], object]) -> Graph:
+        """See ``GraphRuntime``. The first call compiles kernels, which no capture allows.
+
+        Other threads copy blocks and register memory meanwhile: with torch's own mode their calls
+        would fail, and the capture with them.
+        """
         function()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            made = function()
-        return graph, made
+        # torch 2.13 stays on the stream of a capture that fails (torch.cuda.graph.__exit__).
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
+            function()
+        return graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +87,6 @@ class GraphLimits:
 @dataclass(frozen=True, slots=True)
 class _Captured:
     graph: Graph
-    logits: torch.Tensor
     place: int  # of the upload that the graph reads
 
 
@@ -93,6 +101,7 @@ class DecodeGraphs:
         self._runtime = runtime
         self._limits = limits
         self._captured: dict[tuple[int, int], _Captured] = {}
+        self._logits = torch.empty(0)  # of the largest graph
         backend.reserve(limits.rows, limits.positions)
         for key in self._keys():
             self._captured[key] = self._capture(*key)
@@ -116,7 +125,7 @@ class DecodeGraphs:
             self._captured[key] = self._capture(*key)
             step = self._backend.step(batch.padded(key[0]), key[1])
         self._captured[key].graph.replay()
-        return self._captured[key].logits[:rows], step
+        return self._logits[:rows], step
 
     def _keys(self) -> list[tuple[int, int]]:
         sizes = self._limits.sizes()
@@ -125,5 +134,10 @@ class DecodeGraphs:
 
     def _capture(self, rows: int, longest: int) -> _Captured:
         step = self._backend.step(no_works().padded(rows), longest)
-        graph, logits = self._runtime.capture(lambda: self._forward(step))
-        return _Captured(graph, logits, step.place)
+        return _Captured(self._runtime.capture(lambda: self._compute(step)), step.place)
+
+    def _compute(self, step: TritonStep) -> None:
+        made = self._forward(step)
+        if len(made) > len(self._logits):  # never in a capture: it is run before, the largest first
+            self._logits = torch.empty_like(made)
+        self._logits[: len(made)].copy_(made)

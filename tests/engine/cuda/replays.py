@@ -89,17 +89,17 @@ class Recorded:
         self.captured = 0
         self.replayed = 0
 
-    def capture(self, function: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
+    def capture(self, function: Callable[[], object]) -> Graph:
         function()
         notes: list[Callable[[], None]] = []
         interpreter.LAUNCHES = notes
         try:
             with _Recorder(notes):
-                made = function()
+                function()
         finally:
             interpreter.LAUNCHES = None
         self.captured += 1
-        return _Notes(notes, self), made
+        return _Notes(notes, self)
 
 
 class _Notes:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-import torch
-
 from tests.engine.cuda import interpreter  # isort: skip (it comes before every kernel)
 
 from kvrelay.cluster.config import SHIPPED_MODEL
@@ -18,15 +16,16 @@ from kvrelay.engine.attention.copies import HostBlockCopier
 from kvrelay.engine.cuda.attention import PagedPool
 from kvrelay.engine.model.loading import load_model
 from kvrelay.engine.step_down import DeviceExaminer, choose_way
+from kvrelay.errors import Unservable
 from tests.engine.cuda.replays import Recorded
 
 
 class Stale(Recorded):
     """Graphs that do nothing when they are replayed."""
 
-    def capture(self, function: Callable[[], torch.Tensor]) -> tuple[graphs.Graph, torch.Tensor]:
-        made = super().capture(function)[1]
-        return _Nothing(), made
+    def capture(self, function: Callable[[], object]) -> graphs.Graph:
+        super().capture(function)
+        return _Nothing()
 
 
 class _Nothing:
@@ -37,7 +36,7 @@ class _Nothing:
 class Refusing(Recorded):
     """A driver that captures nothing."""
 
-    def capture(self, function: Callable[[], torch.Tensor]) -> tuple[graphs.Graph, torch.Tensor]:
+    def capture(self, function: Callable[[], object]) -> graphs.Graph:
         raise RuntimeError("operation not permitted when stream is capturing")
 
 
@@ -67,9 +66,12 @@ if __name__ == "__main__":
     model = load_model(SHIPPED_MODEL, "bfloat16", str(interpreter.DEVICE), attention_backend="sdpa")
     mistake()
     found = self_test.self_test(model, runtime)
-    way = choose_way("auto", DeviceExaminer(model, self_test.SIZE, runtime))
+    try:
+        way = choose_way("auto", DeviceExaminer(model, self_test.SIZE, runtime))
+        told = [*way.reasons, f"a worker computes with {way.name}: {' '.join(way.facts)}"]
+    except Unservable as error:
+        told = [f"a worker refuses: {error}"]
     for check in found.checks:
         print(f"{check.name}: {check.holds}, {check.found}")
-    print(*way.reasons, sep="\n")
-    print(f"a worker computes with {way.name}: {' '.join(way.facts)}")
+    print(*told, sep="\n")
     print(f"way {found.way}; failed {sorted(c.name for c in found.checks if c.holds is False)}")
