@@ -98,7 +98,7 @@ def _entry_of_tile(spans, entries, first_row, number, POSITIONS: tl.constexpr):
     return lower - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries", "first_row"])
 def attend_prefill(
     query, out, pool, contexts, sinks, entries, first_row, scoring, TILE: tl.constexpr
 ):
@@ -209,7 +209,7 @@ def attend_decode(query, partial, weights, pool, contexts, scoring, TILE: tl.con
         tl.store(partial + at[:, None] * TILE.DIM + column[None, :], state, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["segments"])
 def combine_segments(partial, weights, out, spans, sinks, segments, window, TILE: tl.constexpr):
     """Merge the segments of one entry and kv head in their order, as ``attend_prefill`` does."""
     entry = tl.program_id(0)

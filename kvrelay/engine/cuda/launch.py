@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 from collections.abc import Callable
 from typing import Protocol
 
@@ -13,6 +14,10 @@ from kvrelay.engine.cuda.arguments import Contexts, LayerPool, Rows, Scoring, Ti
 
 OLDEST = (8, 0)
 """The oldest compute capability for which the kernels are compiled in the tests."""
+
+
+class LaunchFailed(RuntimeError):
+    """Triton cannot compile or load a kernel; the message says what it lacks."""
 
 
 class Kernel(Protocol):
@@ -32,12 +37,29 @@ def launch(
     """Launch programs; none if the grid is empty.
 
     Products and sums are not fused: a compiler would do so in one kernel and not in another, and
-    elsewhere than the CPU.
+    elsewhere than the CPU. ``LaunchFailed`` if a kernel cannot be compiled or loaded.
     """
-    if 0 not in grid:
+    if 0 in grid:
+        return
+    try:
         kernel[grid](
             *arguments, **constants, num_warps=warps, num_stages=stages, enable_fp_fusion=False
         )
+    except _errors_of_triton() as error:
+        raise LaunchFailed(
+            f"{type(error).__name__}: {error} (Triton needs a C compiler, the headers of Python,"
+            " libcuda.so and a folder for its cache)"
+        ) from error
+
+
+def _errors_of_triton() -> tuple[type[Exception], ...]:
+    """What its compiler and its loader raise, besides ``RuntimeError``.
+
+    ``AssertionError``: libcuda.so was not found (triton.backends.nvidia.driver).
+    """
+    from triton import TritonError
+
+    return (TritonError, subprocess.SubprocessError, OSError, ImportError, AssertionError)
 
 
 def interpreted() -> bool:

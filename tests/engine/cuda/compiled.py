@@ -99,6 +99,8 @@ def compiled(launched: Launched, architecture: int) -> Resources:
         if parameter.is_constexpr:
             signature[parameter.name] = "constexpr"
             constants[(number,)] = value
+        elif parameter.do_not_specialize:
+            signature[parameter.name] = "i32"
         elif isinstance(value, tuple):
             kinds = [
                 _specialised((number, place), field, "", constants, attributes)
