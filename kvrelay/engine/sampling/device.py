@@ -15,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 from kvrelay.engine.core.updates import Logprob, Sampled, Work
+from kvrelay.engine.cuda.upload import StepUpload
 from kvrelay.engine.sampling.draw import Filters, draw, temperature_of, top_k_of
-from kvrelay.engine.sampling.masks import GrammarMasks
+from kvrelay.engine.sampling.masks import Flags, GrammarMasks
 from kvrelay.engine.sampling.penalties import Row, adjust, adjustments
 from kvrelay.engine.sampling.sampler import adjusts, impossible, sampling_of
 from kvrelay.engine.sampling.tensor_philox import TensorPhilox
@@ -74,6 +75,8 @@ class DeviceSampler:
     def __init__(self, device: torch.device, size: int) -> None:
         self._philox = TensorPhilox(device)
         self._size = size
+        self._masks = StepUpload(device)
+        self._bits = torch.tensor(range(8), dtype=torch.uint8, device=device)
 
     def plan(self, works: Sequence[Work], samples: Sequence[int]) -> SamplingPlan:
         """The plan for logits of these works; ``samples`` are their numbers in the step."""
@@ -109,14 +112,13 @@ class DeviceSampler:
         """One token for each row of logits [R, vocab]; ``words`` are those of the plan.
 
         The table is the only thing that is read back, once. ``meanwhile`` is called before that,
-        when all is launched.
+        when all is launched. Masks are a second upload: they are computed during the forward pass.
         """
         drawn, numbers, *changes, restricted = words
         if masks is not None:
-            forbidden = torch.from_numpy(masks.forbidden).to(logits.device, non_blocking=True)
             at = restricted.long()
             logits = logits.to(torch.float32, copy=True)
-            logits[at] = logits[at].masked_fill_(forbidden, -torch.inf)
+            logits[at] = logits[at].masked_fill_(self._uploaded(masks.forbidden), -torch.inf)
         final = logits.float()
         if plan.adjusts:
             final = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
@@ -133,6 +135,14 @@ class DeviceSampler:
         joined = torch.cat(table)
         meanwhile()
         return plan.read(joined.cpu().numpy(), masks)
+
+    def _uploaded(self, flags: Flags) -> torch.Tensor:
+        """Flags [rows, vocab] on the device, eight in a byte on the way."""
+        packed = np.packbits(flags, axis=1, bitorder="little")
+        whole = np.pad(packed, ((0, 0), (0, -packed.shape[1] % 4))).view(np.int32)
+        there = self._masks.send([whole])[0].view(torch.uint8)
+        bits = (there[:, :, None] >> self._bits) & 1
+        return bits.view(torch.bool).view(len(flags), -1)[:, : self._size]
 
     def _filters(self, numbers: torch.Tensor, plan: SamplingPlan) -> Filters:
         floats = numbers.view(torch.float32)

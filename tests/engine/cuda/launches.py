@@ -2,7 +2,8 @@
 
 Prints one JSON object a step. Nothing is computed: a fake tensor has a shape, a dtype and a device,
 and an operation between devices is an error as it is on a GPU. A copy from the host or a read of
-data inside the forward pass is what the capture of a CUDA graph refuses.
+data inside the forward pass is what the capture of a CUDA graph refuses. A copy out of memory that
+is not pinned waits for all that was launched, whatever it is asked.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from triton.runtime.jit import JITFunction
 
 from kvrelay.engine.attention import pool
 from kvrelay.engine.attention.native.build import compiler
-from kvrelay.engine.core.updates import Foresee, Work
+from kvrelay.engine.core.updates import Foresee, OutputGrammar, Work
 from kvrelay.engine.model.forward import TransformersModel
 from kvrelay.engine.model.loading import LoadedModel, ModelInfo, computing
 from kvrelay.engine.runner import Runner
+from kvrelay.engine.sampling.masks import GrammarMasks
 from kvrelay.sampling import Sampling
 from tests.models import KINDS, VOCAB
 
@@ -45,6 +47,7 @@ WAITING = ("_local_scalar_dense", "item", "nonzero", "_unique2", "equal")
 # Torch's grouped product, in bfloat16 on these devices, reads how many rows each group has on the
 # device; elsewhere the host does, inside of the operation (aten/src/ATen/native/cuda/GroupedBlas).
 GROUPED = (9, 10)
+PINNED: list[torch.UntypedStorage] = []  # what steps have allocated so far
 
 
 class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -74,10 +77,20 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name in ("_to_copy", "copy_")
             and len({target[:3], *(str(t.device)[:3] for t in tensors)}) > 1
         ):
-            self.copied["up" if target.startswith("cuda") else "down"] += 1
+            up = target.startswith("cuda")
+            assert not up or self._is_pinned(tensors[-1]), "a copy out of memory that is not pinned"
+            self.copied["up" if up else "down"] += 1
         elif target.startswith("cuda") and name not in QUIET:
             self.launched[name] += 1
-        return func(*args, **named)
+        made = func(*args, **named)
+        if named.get("pin_memory"):
+            assert isinstance(made, torch.Tensor)
+            PINNED.append(made.untyped_storage())
+        return made
+
+    def _is_pinned(self, tensor: torch.Tensor) -> bool:
+        own = tensor.untyped_storage()._cdata
+        return any(storage._cdata == own for storage in PINNED)
 
     def _grouped(self, tensors: Sequence[torch.Tensor]) -> bool:
         return self._major in GROUPED and tensors[0].dtype is torch.bfloat16
@@ -191,12 +204,24 @@ ALL = Sampling(
 )
 
 
-def works(spans: Sequence[tuple[int, int]], sampling: Sampling, size: int) -> list[Work]:
+class _Anything:
+    """A grammar for which ``masks`` stand."""
+
+
+def masks(count: int) -> GrammarMasks:
+    """Of as many works, all of which have a grammar."""
+    return GrammarMasks(tuple(range(count)), np.zeros((count, VOCAB), np.bool_), {})
+
+
+def works(
+    spans: Sequence[tuple[int, int]], sampling: Sampling, size: int, restricted: bool
+) -> list[Work]:
     """Entries that all sample."""
+    grammar = cast(OutputGrammar, _Anything()) if restricted else None
     made = []
     for start, count in spans:
         table = range(-(-(start + count) // size))
-        made.append(Work([1] * (start + count), start, count, table, 1, sampling))
+        made.append(Work([1] * (start + count), start, count, table, 1, sampling, grammar))
     return made
 
 
@@ -207,6 +232,7 @@ STEPS = {
     "all options": (DECODE, ALL),
     "prefill": ([(0, 512), (700, 100)], GREEDY),
     "mixed": ([(1000, 1), (5, 1), (0, 200)], GREEDY),
+    "structured": (DECODE, GREEDY),
 }
 
 
@@ -223,13 +249,15 @@ def main(kind: str, backend: str, major: int) -> None:
                 own = runner._forward
                 inner = _Watched(own, step)
                 runner._forward = inner
-                asked = works(spans, sampling, SIZES[backend])
+                restricted = name == "structured"
+                asked = works(spans, sampling, SIZES[backend], restricted)
+                made = masks(len(asked)) if restricted else None
                 with torch.no_grad(), step:
                     computed = runner.compute(asked)
                     before = step.launched.total()
                     sampling_works = [asked[n] for n in computed.batch.samples]
                     seen: list[tuple[int, int]] = []
-                    runner._choose(computed, sampling_works, None, _noting(step, seen))
+                    runner._choose(computed, sampling_works, made, _noting(step, seen))
                 runner._forward = own
                 assert seen == [(step.launched.total(), 0)], "planned before all was launched"
                 assert step.waited == inner.waited, step.waited

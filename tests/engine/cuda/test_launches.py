@@ -14,7 +14,8 @@ pytestmark = [needs_triton, pytest.mark.triton]
 needs_guard = pytest.mark.skipif(
     shutil.which("g++") is None, reason="no g++ for the guard of fake devices"
 )
-OURS = {"decode": 10, "drawn": 10, "all options": 10, "prefill": 9, "mixed": 11}
+DECODE = ("decode", "drawn", "all options", "structured")
+OURS = {**dict.fromkeys(DECODE, 10), "prefill": 9, "mixed": 11}
 """Launches of a layer of our own forward pass: the bar is 12."""
 
 OTHERS = {"gpt2": 19, "gpt-neox": 20, "mixtral": 56, "qwen3-moe": 70}
@@ -25,19 +26,24 @@ A norm is eight operations of torch there, so is GPT-2's activation, and experts
 
 EXPERTS = ("mixtral", "qwen3-moe")
 # Philox is about 150 of them, the search for top-p 180, the log probabilities of 64 rows 6 each.
-SAMPLING = {"decode": 3, "drawn": 190, "all options": 850, "prefill": 3, "mixed": 3}
+FEW = dict.fromkeys(("decode", "prefill", "mixed"), 3)
+SAMPLING = {**FEW, "drawn": 190, "all options": 850, "structured": 20}
+UPLOADS = {"structured": 2}  # the masks are computed during the forward pass
 
 
 @needs_guard
 @pytest.mark.parametrize("kind", KINDS)
 def test_launches_and_copies_of_a_step(kind: str) -> None:
-    """One copy to the device and one back, whatever is sampled, and no wait before."""
+    """One copy to the device and one back, whatever is sampled, and no wait before.
+
+    The masks of structured output are a second one.
+    """
     steps = [json.loads(line) for line in plain("launches", kind).splitlines()]
     more = OTHERS.get(kind, OURS["decode"]) - OURS["decode"]
     layer = {name: count + more for name, count in OURS.items()}
     assert {step["step"]: step["layer"] for step in steps} == layer
     for step in steps:
-        assert step["up"] == step["down"] == 1, step
+        assert (step["up"], step["down"]) == (UPLOADS.get(step["step"], 1), 1), step
         assert step["waits"] == 0, step
         assert step["rest"] <= 40, step
         assert step["sampling"] <= SAMPLING[step["step"]], step
@@ -52,14 +58,14 @@ def test_experts_wait_on_devices_without_a_grouped_product(kind: str, architectu
     for line in plain("launches", kind, "triton", architecture).splitlines():
         step = json.loads(line)
         assert step["waits"] == wait, step
-        assert step["up"] == step["down"] == 1, step
+        assert (step["up"], step["down"]) == (UPLOADS.get(step["step"], 1), 1), step
 
 
 @needs_guard
 def test_a_step_with_the_attention_of_torch() -> None:
     """The real ``varlen_attn``, and the forward pass of the CPU: as many copies, more launches."""
     for step in [json.loads(line) for line in plain("launches", "qwen3", "varlen").splitlines()]:
-        assert step["up"] == step["down"] == 1, step
+        assert (step["up"], step["down"]) == (UPLOADS.get(step["step"], 1), 1), step
         assert step["layer"] <= (40 if step["step"] == "mixed" else 39), step
         assert step["rest"] <= 40, step
         assert step["sampling"] <= SAMPLING[step["step"]], step
