@@ -34,6 +34,7 @@ def open_device(asked: str) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     if torch.cuda.is_available():
+        _round_products_once()
         return torch.device("cuda")
     if kind == "cuda":
         raise Unservable(f"device {asked}: no CUDA device is available to this torch{_why()}")
@@ -43,6 +44,18 @@ def open_device(asked: str) -> torch.device:
             f" it{_why()}; choose --device cpu to compute on the CPU"
         )
     return torch.device("cpu")
+
+
+def _round_products_once() -> None:
+    """Sums of products are float32, as on the CPU.
+
+    NVIDIA's images ask for TF32 by TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, and torch lets cuBLAS round
+    parts of a half-precision sum.
+    """
+    products = torch.backends.cuda.matmul
+    products.allow_tf32 = False
+    products.allow_bf16_reduced_precision_reduction = False
+    products.allow_fp16_reduced_precision_reduction = False
 
 
 def _show_only(number: int) -> None:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from kvrelay.cluster.config import SHIPPED_MODEL
 from kvrelay.config.reader import read
+from kvrelay.engine.graphs import CudaGraphs
+from kvrelay.engine.kernels import kernels
 from kvrelay.engine.model import device
 from kvrelay.engine.model.device import open_device
 from kvrelay.errors import Rejected, Unservable
@@ -55,6 +63,59 @@ def test_auto_is_loud_where_a_gpu_cannot_be_used(
     assert open_device("auto").type == "cpu"
 
 
+def test_products_are_summed_in_float32(gpu: dict[str, bool]) -> None:
+    """Whatever the variables of a container, and torch's defaults, allow."""
+    products = torch.backends.cuda.matmul
+    names = ("tf32", "bf16_reduced_precision_reduction", "fp16_reduced_precision_reduction")
+    before = [getattr(products, f"allow_{name}") for name in names]
+    gpu["available"] = True
+    try:
+        for name in names:
+            setattr(products, f"allow_{name}", True)
+        open_device("cuda")
+        assert [getattr(products, f"allow_{name}") for name in names] == [False] * 3
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(products, f"allow_{name}", value)
+
+
+def test_no_import_asks_the_driver() -> None:
+    """It reads CUDA_VISIBLE_DEVICES when it is first asked, and is lost in a fork afterwards.
+
+    A fork server imports what a worker does, and ``--device cuda:N`` hides GPUs after the imports.
+    """
+    program = """if True:
+        import sys
+        import torch
+
+        asked = []
+        for name in ("is_available", "device_count", "_lazy_init", "get_device_capability"):
+            setattr(torch.cuda, name, lambda *given, name=name: asked.append(name))
+        from kvrelay.cluster import spawn
+        for module in spawn.PRELOADED:
+            __import__(module)
+        from kvrelay.engine.model.loading import load_model
+        load_model(sys.argv[1], device="cpu")
+        print(asked)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", program, SHIPPED_MODEL], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_numeric_profile_names_the_whole_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs of one capability have different numbers of multiprocessors."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    first, *parts = kernels(torch.device("cuda"))
+    assert first == f"cuda-{torch.version.cuda}-sm90"
+    assert parts == ["NVIDIA-H100-PCIe", "CUBLAS_WORKSPACE_CONFIG=:4096:8", parts[-1]]
+    assert parts[-1].startswith("torch-")
+
+
 def test_one_of_several(gpu: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """The process sees that one alone; the number counts those that it saw before."""
     gpu["available"] = True
@@ -68,6 +129,49 @@ def test_one_of_several(gpu: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(Unservable, match="in use already"):
         open_device("cuda:0")
+
+
+def test_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of other threads are allowed meanwhile; afterwards the stream is the one before.
+
+    What is captured has run once before: a capture compiles nothing and creates no cuBLAS.
+    """
+    seen: list[object] = []
+
+    @contextmanager
+    def noted(*what: object, **named: object) -> Iterator[None]:
+        seen.append((*what, *named.values()))
+        yield
+        seen.append("left")
+
+    made = object()
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: made)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "steps")
+    monkeypatch.setattr(torch.cuda, "stream", noted)
+    monkeypatch.setattr(torch.cuda, "graph", noted)
+    assert CudaGraphs().capture(lambda: seen.append("launched")) is made
+    inner = (made, "pool", "thread_local")
+    assert seen == ["launched", ("steps",), inner, "launched", "left", "left"]
+
+
+def test_torch_still_stays_on_the_stream_of_a_failed_capture() -> None:
+    """Once this fails, ``CudaGraphs`` need not set the stream again."""
+    left: list[object] = []
+
+    def refuse() -> None:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    context = torch.cuda.graph.__new__(torch.cuda.graph)
+    vars(context).update(
+        _enable_annotations=False,
+        cuda_graph=SimpleNamespace(capture_end=refuse),
+        stream_ctx=SimpleNamespace(__exit__=left.append),
+    )
+    with pytest.raises(RuntimeError, match="previous error"):
+        context.__exit__(None, None, None)
+    assert not left
 
 
 @pytest.mark.parametrize("name", ["tpu", "cpu:0", "cuda:", "cuda:x", "cuda:-1", "auto:1"])
