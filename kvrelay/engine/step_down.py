@@ -25,6 +25,7 @@ from kvrelay.engine.self_test import (
     attempt,
     runner_for_tests,
     same_as_sdpa,
+    same_blocks,
     same_cuts,
     same_graphs,
     same_model,
@@ -68,16 +69,22 @@ class Examiner(Protocol):
     def facts(self, name: str) -> tuple[str, ...]:
         """See ``Way``."""
 
+    def blocks(self, name: str) -> DeviceCheck:
+        """Whether blocks that are copied out and back, during steps, are as they were."""
+
 
 def choose_way(asked: str, examiner: Examiner) -> Way:
     """The way for a value of ``--attention-backend``; "auto" takes the first in ``ORDER`` to hold.
 
-    ``Unservable`` if a check of the backend that was asked for fails, or if the device is lost.
+    ``Unservable`` if a check of the backend that was asked for fails, if copied blocks differ, or
+    if the device is lost.
     """
     reasons: list[str] = []
     for name in ORDER if asked == "auto" else (asked,):
         try:
             way = _checked(name, examiner, reasons)
+            if way is not None:
+                _check_copies(examiner.blocks(name))
         except DeviceLost as error:
             raise Unservable(_lost(asked, name, error)) from error
         if way is not None:
@@ -99,6 +106,14 @@ def _checked(name: str, examiner: Examiner, reasons: list[str]) -> Way | None:
         if not graphs:
             reasons.append(f"graphs: {found.found}")
     return Way(name, graphs, tuple(reasons), examiner.facts(name))
+
+
+def _check_copies(check: DeviceCheck) -> None:
+    if not check.holds:
+        raise Unservable(
+            f"this GPU does not copy KV blocks to host memory and back: {check.found};"
+            " its driver or hardware is faulty"
+        )
 
 
 def _lost(asked: str, name: str, error: DeviceLost) -> str:
@@ -144,6 +159,9 @@ class DeviceExaminer:
             rows = same_rows(runner, counts) == counts
             cuts = same_cuts(self._model, runner)
         return (f"rows-{_word(rows)}", f"cuts-{_word(cuts)}")
+
+    def blocks(self, name: str) -> DeviceCheck:
+        return self._attempt("blocks", lambda: same_blocks(self._opened(name)))
 
     def _attention(self, name: str) -> tuple[bool, str]:
         heads = self._model.info.num_heads

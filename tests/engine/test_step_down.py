@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kvrelay.cli.doctor.device import lines
+from kvrelay.engine.cuda.launch import launch
 from kvrelay.engine.self_test import DeviceCheck, SelfTest, attempt
 from kvrelay.engine.step_down import Way, choose_way
 from kvrelay.engine.stepping import DeviceLost
@@ -17,6 +21,11 @@ from kvrelay.errors import Unservable
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.engines import native
 from tests.worker.models import MODEL
+
+
+class TritonError(Exception):
+    """The base of Triton's own errors."""
+
 
 FACTS = ("rows-same", "cuts-differ")
 
@@ -41,6 +50,9 @@ class Device:
     def facts(self, name: str) -> tuple[str, ...]:
         self.asked.append(f"facts of {name}")
         return FACTS
+
+    def blocks(self, name: str) -> DeviceCheck:
+        return self._check("blocks", "blocks")
 
     def _check(self, stage: str, name: str) -> DeviceCheck:
         self.asked.append(stage)
@@ -99,7 +111,14 @@ def test_each_failure_steps_down(failing: tuple[str, ...]) -> None:
     device = Device(dict.fromkeys(failing, WRONG))
     want, tried = STEPS[failing]
     assert choose_way("auto", device) == replace(want, facts=FACTS)
-    assert device.asked == [*tried, f"facts of {want.backend}"]
+    assert device.asked == [*tried, f"facts of {want.backend}", "blocks"]
+
+
+@pytest.mark.parametrize("asked", ["auto", "sdpa"])
+def test_a_gpu_whose_copies_differ_is_refused(asked: str) -> None:
+    """No way of computing helps: the store would get wrong bytes."""
+    with pytest.raises(Unservable, match="KV blocks to host memory and back: 2 of 3 came back"):
+        choose_way(asked, Device({"blocks": "2 of 3 came back through pinned memory"}))
 
 
 def test_a_forced_backend_does_not_step_down() -> None:
@@ -145,12 +164,48 @@ def test_a_check_that_raises_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> N
     assert (check.name, check.holds) == ("model", False)
     assert check.found.startswith("RuntimeError: Triton Error")
 
+    def changed() -> tuple[bool, str]:
+        raise TypeError("varlen_attn() got an unexpected keyword argument 'num_splits'")
+
+    assert attempt(cuda, "attention", changed).found.startswith("TypeError: varlen_attn() got")
+
     def again(device: torch.device) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(torch.cuda, "synchronize", again)
     with pytest.raises(DeviceLost, match="model: RuntimeError: Triton Error"):
         attempt(cuda, "model", wrong)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        subprocess.CalledProcessError(1, ["gcc", "main.c"]),  # no headers of Python
+        PermissionError(13, "Permission denied", "/.triton"),  # no folder for its cache
+        AssertionError("libcuda.so cannot found!"),
+        TritonError("out of resource: shared memory"),
+    ],
+)
+def test_a_triton_that_cannot_compile_steps_down(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its errors are of many classes."""
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+            def refuse(*given: object, **named: object) -> None:
+                raise error
+
+            return refuse
+
+    def attends() -> tuple[bool, str]:
+        launch(Kernel(), (1,), warps=1)
+        return True, ""
+
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(TritonError=TritonError))
+    check = attempt(torch.device("cpu"), "attention", attends)
+    assert check.holds is False
+    assert check.found.startswith(f"LaunchFailed: {type(error).__name__}: {error}"[:200])
 
 
 @pytest.mark.parametrize(("asked", "fails"), [("auto", "triton attention"), ("sdpa", "")])

@@ -28,6 +28,9 @@ def test_mistakes_of_a_device(case: str) -> None:
     way, failed = CASES[case]
     *_, worker, doctor = interpreted("self_tests", case).splitlines()
     assert doctor == f"way {way}; failed {failed}"
+    if case == "copies":
+        assert worker.startswith("a worker refuses: this GPU does not copy KV blocks")
+        return
     name = way.replace("graphs", "triton with CUDA graphs")
     assert worker == f"a worker computes with {name}: rows-same cuts-same"
 
