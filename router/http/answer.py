@@ -35,10 +35,12 @@ class Answer:
         self._choices = [AnswerChoice(text=echo) for echo in self._echoes]
         self._positions = [NOT_BEGUN] * form.choices
         self._accounts: dict[int, tuple[int, int]] = {}  # of ended prompts: output, cached tokens
+        self._told = False  # the client has the event with the usage
 
     def resume(self, resumption: Resumption) -> None:
         """Begin where a client has stopped."""
         self._positions = list(resumption.samples)
+        self._told = resumption.told
 
     def take(self, response: router_pb2.GenerateResponse) -> None:
         """Add a response to the whole answer."""
@@ -79,12 +81,13 @@ class Answer:
 
     def last_events(self) -> str:
         """The events after the last choice has ended."""
-        if not self.form.usage:
+        if not self.form.usage or self._told:
             return DONE
+        self._told = True
         return f"{self._event(self._shape.usage_chunk(self.usage()))}{DONE}"
 
     def _event(self, chunk: str) -> str:
-        return f"id: {event_id(self._positions, self.stream)}\ndata: {chunk}\n\n"
+        return f"id: {event_id(self._positions, self.stream, self._told)}\ndata: {chunk}\n\n"
 
     def _served(self, response: router_pb2.GenerateResponse) -> router_pb2.GenerateResponse:
         """The response, without reasoning if the client wants none."""

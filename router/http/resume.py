@@ -1,10 +1,10 @@
 """Event ids, with which a client resumes a broken stream: the position and what it is bound to.
 
 An id is ``POSITIONS-TOKEN``: output tokens received of each choice, empty before its first event,
-with ``e`` once its finish reason was received; and what identifies the stream. The token binds the
-tenant, the request's body, its seed, the prompt's tokens, and the weights with their numeric
-profile. It holds no output: a client that sends only the id lets the router generate these tokens
-again, which are the same ones.
+with ``e`` once its finish reason was received, and a last ``u`` once the usage was; and what
+identifies the stream. The token binds the tenant, the request's body, its seed, the prompt's
+tokens, and the weights with their numeric profile. It holds no output: a client that sends only the
+id lets the router generate these tokens again, which are the same ones.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ DIGEST_BYTES = 8
 MAX_CHARS = 4096
 _LAYOUT = struct.Struct(f"<QQQ{DIGEST_BYTES}s{DIGEST_BYTES}s")
 ENDED = "e"
+TOLD = "u"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +61,11 @@ class StreamId:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """A parsed event id."""
+    """A parsed event id. ``told``: the client has the event with the usage, which is the last."""
 
     stream: StreamId
     samples: tuple[SamplePosition, ...]
+    told: bool = False
 
     def check(self, body: bytes) -> None:
         """Raise ``Mismatch`` if the stream belongs to another request."""
@@ -81,7 +83,10 @@ def parse_event_id(text: str, samples: int) -> Resumption:
             raise ValueError("too long")
         raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
         seed, prompt_hash, created, body, weights = _LAYOUT.unpack_from(raw)
-        parsed = tuple(map(_position, positions.split(".")))
+        told = positions.endswith(TOLD)
+        parsed = tuple(map(_position, positions.removesuffix(TOLD).split(".")))
+        if told and not all(at.ended for at in parsed):
+            raise ValueError("usage before the end")
         request_id = raw[_LAYOUT.size :].decode("ascii")
         if not is_request_id(request_id):
             raise ValueError("not an id that a request can have")
@@ -99,7 +104,7 @@ def parse_event_id(text: str, samples: int) -> Resumption:
         raise Rejected(
             HEADER, f"has positions of {len(parsed)} answers, and the request asks for {samples}"
         )
-    return Resumption(stream, parsed)
+    return Resumption(stream, parsed, told)
 
 
 def _position(text: str) -> SamplePosition:
@@ -111,9 +116,9 @@ def _position(text: str) -> SamplePosition:
     return SamplePosition(int(number), text.endswith(ENDED))
 
 
-def event_id(positions: Sequence[SamplePosition], stream: str) -> str:
-    """The id of an event, after which the client has these positions."""
-    return f"{'.'.join(map(str, positions))}-{stream}"
+def event_id(positions: Sequence[SamplePosition], stream: str, told: bool = False) -> str:
+    """The id of an event, after which the client has these positions, and the usage if ``told``."""
+    return f"{'.'.join(map(str, positions))}{TOLD if told else ''}-{stream}"
 
 
 def digest(content: bytes) -> bytes:

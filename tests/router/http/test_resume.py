@@ -47,6 +47,24 @@ async def test_from_every_event_at_another_router(seeded: bool) -> None:
             assert usage["completion_tokens"] == 12
 
 
+@pytest.mark.parametrize("prompts", [1, 2])
+@pytest.mark.parametrize("samples", [1, 3])
+async def test_nothing_is_told_twice_after_the_usage(prompts: int, samples: int) -> None:
+    """The event with the usage had the id of the one before: resumed there, it came again."""
+    body = {**BODY, "prompt": [PROMPT] * prompts, "seed": SEED, "n": samples, "max_tokens": 4}
+    async with door() as (_, client):
+        whole = await events(client, body)
+        (finish, _), (usage, _), done = whole[-3:]
+        assert finish != usage
+        assert await events(client, body, last=usage) == [("", "[DONE]")]
+        again, last = await events(client, body, last=finish)
+        assert [again[0], last[1]] == [usage, done[1]]
+        early = {"last-event-id": usage.replace("e", "", 1)}
+        made = await client.post("/v1/completions", json=body, headers=early)
+        assert made.status_code == 400
+        assert "is no id of an event" in made.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("samples", [1, 2])
 async def test_what_is_generated_again_is_no_cache_hit(samples: int) -> None:
     """The hit was that of the continuing leg: KV that this request had just computed itself."""
