@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -297,6 +297,32 @@ def test_a_hostile_grammar_ends_with_an_error_and_soon(name: str) -> None:
         for _ in range(4000):
             allowed = bits(made.allowed(output, 0, len(output)))
             output.append(chance.choice([token for token in letters if token in allowed]))
+
+
+MULTIPLES: Mapping[str, object] = {
+    "one": {"type": "integer", "multipleOf": 999_999_937},
+    "two": {"type": "integer", "allOf": [{"multipleOf": 997}, {"multipleOf": 991}]},
+    "decimals": {"type": "number", "multipleOf": 1234.5678},
+    "scales": {"type": "number", "allOf": [{"multipleOf": 0.0009}, {"multipleOf": 1117}]},
+    "nested": {"type": "array", "items": {"properties": {"a": {"multipleOf": 10_007}}}},
+}
+
+
+@pytest.mark.parametrize("before", ["", "start: %json ", "start: %json // {} {\n"])
+@pytest.mark.parametrize("name", MULTIPLES)
+def test_a_large_multiple_is_refused_before_its_lexer_is_made(name: str, before: str) -> None:
+    """The library has a state for each remainder: a schema of 50 bytes took the router's memory."""
+    text = json.dumps(MULTIPLES[name])
+    wanted = StructuredOutput(grammar=before + text) if before else None
+    with pytest.raises(Rejected, match="the least common multiple of every multipleOf"):
+        byte_compiler().compile(wanted or StructuredOutput(json_schema=text))
+
+
+@pytest.mark.parametrize("multiple", [1, 7, 5000, 0.01, 0.25, 100_000, 1e9, 1e-9])
+def test_usual_multiples_are_served(multiple: float) -> None:
+    schema = {"type": "number", "multipleOf": multiple, "minimum": 0}
+    made = byte_compiler().compile(StructuredOutput(json_schema=json.dumps(schema)))
+    assert bits(made.allowed((), 0, 0))
 
 
 @pytest.mark.parametrize("nested", [False, True])
