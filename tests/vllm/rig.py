@@ -7,10 +7,11 @@ import os
 import random
 import selectors
 import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from kvrelay.block.header import decode, encode
 from kvrelay.rpc.deadline import Deadline
 from kvstore.client.remote import RemoteStore
 from tests.kvstore.rig import arena_in
@@ -217,15 +218,31 @@ class StoreProcess:
 
     def flip(self, names: Sequence[bytes], block: int) -> None:
         """Turn one bit of the payload of ``names[block]``, where it lies in the store."""
+        self._change(names, block, lambda stored: [*stored[:-9], stored[-9] ^ 4, *stored[-8:]])
+
+    def retell(self, names: Sequence[bytes], block: int) -> None:
+        """Let ``names[block]`` say another first token, in a header that is right in itself."""
+
+        def change(stored: bytes) -> bytes:
+            header = decode(stored)
+            told = replace(header, tokens=(header.tokens[0] ^ 1, *header.tokens[1:]))
+            return encode(told) + stored[header.length :]
+
+        self._change(names, block, change)
+
+    def _change(
+        self, names: Sequence[bytes], block: int, change: Callable[[bytes], Iterable[int]]
+    ) -> None:
+        """Write other bytes where ``names[block]``, header and payload, lies in the store."""
         address = self.url.partition("?")[0].removeprefix("kvrelay://")
         direct = RemoteStore(address)
         found = direct._calls.locate(list(names), 60_000, Deadline.after(20))
-        place = arena_in(self.process) + found.offsets[block] + found.lengths[block] - 9
+        place = arena_in(self.process) + found.offsets[block]
         with open(f"/proc/{self.process.pid}/mem", "r+b", buffering=0) as memory:
             memory.seek(place)
-            (byte,) = memory.read(1)
+            stored = memory.read(found.lengths[block])
             memory.seek(place)
-            memory.write(bytes([byte ^ 4]))
+            memory.write(bytes(change(stored)))
         direct._calls.release_lease(found.boot, found.lease, 20)
         direct.close()
 

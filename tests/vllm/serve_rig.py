@@ -104,6 +104,7 @@ class VllmServer:
         """The same, event by event."""
         body = {**_body(prompt, count, fields), "stream": True}
         with closing(self._post("/v1/completions", body)) as answer:
+            line = b""
             for line in answer:
                 if line.startswith(b"data: {"):
                     event = json.loads(line[6:])

@@ -6,10 +6,14 @@ have no near ties: the two most likely tokens of plain vLLM lie ``GAP`` apart at
 
 from __future__ import annotations
 
+import http.client
 import json
+import os
 import signal
+import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,12 +23,12 @@ from kvrelay.cluster.ports import free_ports
 from kvrelay.engine.vllm.kv.namespace import LAYOUT
 from kvrelay.v1 import router_pb2, types_pb2
 from tests.cluster.processes import alive, until
-from tests.failures.proxy import Proxy
+from tests.failures.proxy import Faults, Proxy
 from tests.kvstore.conftest import start_service, stop
 from tests.router.fakes import running
 from tests.vllm.conftest import NAMESPACE
 from tests.vllm.environment import WorkerEnvironment
-from tests.vllm.rig import BLOCK, SAMPLER, StoreProcess, prompt, with_store
+from tests.vllm.rig import BLOCK, CALL_SECONDS, SAMPLER, StoreProcess, prompt, with_store
 from tests.vllm.serve_rig import HttpAnswer, VllmServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
@@ -108,6 +112,25 @@ def served(
     server.close()
 
 
+@pytest.fixture(scope="module")
+def between(store: OwnStore) -> Iterator[Proxy]:
+    """The network between a server and the store."""
+    with Proxy(store.url.removeprefix("kvrelay://")) as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def far(
+    between: Proxy, tiny: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmServer]:
+    """All bytes between it and the store go over the network."""
+    url = f"kvrelay://{between.address}?transport=grpc"
+    log = tmp_path_factory.mktemp("far") / "log"
+    server = VllmServer(tiny, log, with_store(url, {"namespace": NAMESPACE}))
+    yield server
+    server.close()
+
+
 async def test_our_router_drives_unmodified_servers(
     plain: list[list[int]], stock: VllmServer, tiny: Path
 ) -> None:
@@ -185,6 +208,20 @@ def test_a_changed_block_is_computed_again(
     assert answer.account["computed"] == LENGTHS[-1] - 5 * BLOCK
 
 
+def test_other_tokens_under_a_name_are_computed(
+    plain: list[list[int]], served: VllmServer, store: OwnStore
+) -> None:
+    """All checksums of the block are right: only its tokens are not those that were wanted."""
+    tokens = PROMPTS[-2]
+    served.complete(tokens)
+    served.forget()
+    store.running.retell(Namer(SPACE).chain(tokens, BLOCK), 3)
+    answer = served.complete(tokens)
+    assert answer.tokens == plain[-3]
+    assert answer.account["missed"] == "failed_verification"
+    assert (answer.account["external"], answer.account["failed"]) == (3 * BLOCK, 7 * BLOCK)
+
+
 def test_a_seeded_stream_continues(served: VllmServer) -> None:
     """With kvrelay's sampler: its fields are a text in ``vllm_xargs``."""
     tokens, count = prompt(41, 150), 40
@@ -238,3 +275,80 @@ def test_no_process_outlives_a_killed_api_server(served: VllmServer) -> None:
     served.process.send_signal(signal.SIGKILL)
     served.process.wait()
     until(lambda: not any(map(alive, processes)), lambda: f"{served.processes()} run", 30.0)
+
+
+def loads_all(server: VllmServer, plain: list[list[int]]) -> None:
+    """Wait until a server saves and loads the whole of ``PROMPTS``; every answer is right."""
+
+    def once() -> bool:
+        server.forget()
+        answers = ask_all(server)
+        assert [answer.tokens for answer in answers] == plain[:-1]
+        return external(answers) == HITS
+
+    until(once, "every prompt is loaded", CALL_SECONDS)
+
+
+def test_a_store_that_answers_after_two_seconds(
+    plain: list[list[int]], far: VllmServer, between: Proxy
+) -> None:
+    loads_all(far, plain)
+    between.down.faults = Faults(delay=2.0)
+    far.forget()
+    late = ask_all(far)
+    assert [answer.tokens for answer in late] == plain[:-1]
+    assert external(late) == [0] * len(PROMPTS)
+    between.heal()
+    loads_all(far, plain)
+
+
+def test_a_connection_that_breaks_in_the_middle_of_loads(
+    plain: list[list[int]], far: VllmServer, between: Proxy
+) -> None:
+    far.forget()
+    between.cut()
+    between.down.faults = Faults(cut_after=40_000)
+    broken = ask_all(far)
+    assert [answer.tokens for answer in broken] == plain[:-1]
+    assert external(broken) != HITS
+    for answer, length in zip(broken, LENGTHS, strict=True):
+        account = answer.account
+        assert account["computed"] == length - int(account["external"])
+    between.heal()
+    loads_all(far, plain)
+
+
+def shared_memory_of(pid: int) -> Iterator[Path]:
+    """The files of shared memory that a process has open."""
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            path = link.readlink()
+            if path.is_relative_to("/dev/shm"):
+                yield path
+
+
+def test_nothing_outlives_a_killed_engine(plain: list[list[int]], far: VllmServer) -> None:
+    """Its streams end, with tokens that are right, and so do all processes of the server."""
+    processes = far.processes()
+    shared = [path for pid in processes for path in shared_memory_of(pid)]
+    titles = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes}
+    (engine,) = [pid for pid, title in titles.items() if title.startswith(b"VLLM::EngineCore")]
+    made: list[list[int]] = [[] for _ in range(4)]
+
+    def stream(into: list[int]) -> None:
+        with suppress(AssertionError, OSError, ValueError, http.client.HTTPException):
+            for event in far.stream(PROMPTS[-1], LONG):
+                into += event
+                if len(into) >= LONG // 4:
+                    with suppress(ProcessLookupError):
+                        os.kill(engine, signal.SIGKILL)
+
+    with ThreadPoolExecutor(len(made)) as pool:
+        list(pool.map(stream, made))
+    assert all(tokens == plain[-1][: len(tokens)] for tokens in made)
+    assert max(map(len, made)) >= LONG // 4
+    until(lambda: not any(map(alive, processes)), lambda: f"{far.processes()} run", 60.0)
+    assert not [path for path in shared if path.exists()]
+    with socket.socket() as port:
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        port.bind(("127.0.0.1", int(far.address.rpartition(":")[2])))
