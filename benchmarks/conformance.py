@@ -3,6 +3,7 @@
     python -m benchmarks.conformance kvrelay --out FOLDER [--model FOLDER]
     python -m benchmarks.conformance vllm --python PYTHON --out FOLDER
 
+"workers" is kvrelay with vLLM in its workers, "connector" is `vllm serve` with our connector.
 Starts one server on the CPU with the weights of a small random model, examines it, restarts it with
 another size of chunks meanwhile, and leaves `conform.json`, `conform.html`, the server's log and
 `serve.sh`, which has its command lines, in the folder.
@@ -18,12 +19,15 @@ import sys
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.door.connector import BLOCK, start_store, with_store
 from benchmarks.door.vllm import COMMAND
 from benchmarks.peers import vllm_environ
 from benchmarks.random_model import make_model
+from kvrelay.cluster.layout import ROOT
 from kvrelay.cluster.ports import free_ports
 
 SHAPE = "llama-toy"
@@ -86,6 +90,22 @@ def vllm(options: argparse.Namespace, model: Path, port: int, threads: int) -> E
     return ExaminedServer(words, chunks, environ, ["--no-sampled"])
 
 
+def workers(options: argparse.Namespace, model: Path, port: int, threads: int) -> ExaminedServer:
+    """kvrelay whose workers run vLLM."""
+    made = kvrelay(options, model, port, threads)
+    words = [*made.words, "--engine", "vllm", "--vllm-python", options.python]
+    words += ["--block-size", str(BLOCK), "--vllm-option", "enforce_eager=true"]
+    return ExaminedServer(words, made.chunks)
+
+
+def connector(options: argparse.Namespace, model: Path, port: int, threads: int) -> ExaminedServer:
+    """`vllm serve` with our connector; its store outlives the restart."""
+    made = vllm(options, model, port, threads)
+    words = [*made.words, "--block-size", str(BLOCK), "--enforce-eager", *with_store(options.store)]
+    environ = {**made.environ, "PYTHONPATH": str(ROOT)}
+    return ExaminedServer(words, made.chunks, environ, made.flags)
+
+
 def llama(options: argparse.Namespace, model: Path, port: int, threads: int) -> ExaminedServer:
     """Weights as GGUF in bfloat16; 16 slots that keep their prompts."""
     program = str(Path(__file__).with_name("llama_server.py"))
@@ -111,7 +131,7 @@ def transformers(
     return ExaminedServer(words, chunks, environ, ["--model", str(model)])
 
 
-SERVERS = {one.__name__: one for one in (kvrelay, vllm, llama, transformers)}
+SERVERS = {one.__name__: one for one in (kvrelay, workers, vllm, connector, llama, transformers)}
 
 
 def main() -> int:
@@ -130,8 +150,16 @@ def main() -> int:
     folder = options.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     model = options.model or make_model(SHAPE, folder / "model", options.dtype)
+    with ExitStack() as stack:
+        if options.server == connector.__name__:
+            options.store = start_store(stack)[0]
+        return examine(options, more, folder, model.resolve())
+
+
+def examine(options: argparse.Namespace, more: list[str], folder: Path, model: Path) -> int:
+    """Start the server, ask it and end it; the status of `kvrelay conform`."""
     (port,) = free_ports(1)
-    made = SERVERS[options.server](options, model.resolve(), port, options.threads)
+    made = SERVERS[options.server](options, model, port, options.threads)
     script = folder / "serve.sh"
     script.write_text(
         SERVE.format(
