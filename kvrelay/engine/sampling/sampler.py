@@ -93,7 +93,7 @@ def _adjusted(logits: torch.Tensor, asked: Sequence[Row]) -> torch.Tensor:
 def _tokens(logits: torch.Tensor, asked: Sequence[Row]) -> list[int]:
     """The argmax for all rows at once, and a draw for rows with a temperature."""
     drawn = [entry for entry in asked if entry[2].temperature > 0]
-    tokens: list[int] = logits.argmax(-1).tolist() if len(drawn) < len(asked) else [0] * len(asked)
+    tokens = _highest(logits) if len(drawn) < len(asked) else [0] * len(asked)
     if not drawn:
         return tokens
     rows = [row for row, _, _ in drawn]
@@ -102,6 +102,16 @@ def _tokens(logits: torch.Tensor, asked: Sequence[Row]) -> list[int]:
     chosen = draw(logits if len(rows) == len(asked) else logits[rows], filters)
     for row, token in zip(rows, chosen.tolist(), strict=True):
         tokens[row] = token
+    return tokens
+
+
+def _highest(logits: torch.Tensor) -> list[int]:
+    """The first of the largest logits of each row, a NaN being the largest.
+
+    On the CPU by NumPy, which takes a tenth of the time of torch.
+    """
+    best = logits.numpy() if logits.device.type == "cpu" else logits
+    tokens: list[int] = best.argmax(-1).tolist()
     return tokens
 
 

@@ -152,6 +152,18 @@ def test_greedy_takes_the_first_of_equal_logits(dtype: torch.dtype) -> None:
         assert [s.token for s in sample(logits, [work(sampling, (50,), 1)] * 3)] == [0, 7, 60]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_greedy_is_the_argmax_of_torch(seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1.0, 2.0])
+    for _ in range(50):
+        rows, size = torch.randint(1, 40, (2,), generator=draw).tolist()
+        chosen = torch.randint(0, 2 + seed % 6, (rows, size), generator=draw)
+        logits = special.roll(-seed)[chosen]
+        works = [work(Sampling(temperature=0.0)) for _ in range(rows)]
+        assert [s.token for s in sample(logits, works)] == logits.argmax(-1).tolist()
+
+
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-45, 1e-30, 1e-6])
 def test_tiny_temperature_is_greedy(temperature: float) -> None:
     logits, _ = cases(2, 50)
