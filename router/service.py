@@ -314,8 +314,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             totals.first_tokens += 1
             totals.first_token_seconds += first_token_seconds
         totals.generation_tokens += len(response.tokens)
-        totals.prompt_tokens += response.usage.prompt_tokens
-        totals.cached_prompt_tokens += response.usage.cached_prompt_tokens
+        if response.HasField("usage"):
+            totals.prompt_tokens += response.usage.prompt_tokens
+            totals.cached_prompt_tokens += response.usage.cached_prompt_tokens
 
 
 def _name_of(error: KvrelayError) -> str:

@@ -322,4 +322,6 @@ def _call(call: router_pb2.ToolCallDelta) -> Json:
 
 
 def _usage(usage: Json | bool | None) -> str:
+    if usage is None:
+        return ',"usage":null'  # in every chunk but one
     return "" if usage is False else f',"usage":{dump(usage)}'
