@@ -9,10 +9,10 @@ import copy
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import torch
 from torch import Tensor
@@ -136,7 +136,8 @@ def generate(
     """Greedy continuations of prompts of equal length, `[prompt, token]`, on top of `shared`."""
     cache = copy.deepcopy(shared)
     cache.batch_repeat_interleave(len(ids))
-    output = model.generate(  # type: ignore[misc]
+    call = cast(Callable[..., Tensor], model.generate)  # not typed before 5.24
+    output = call(
         ids,
         attention_mask=torch.ones_like(ids),
         past_key_values=cache,

@@ -10,8 +10,6 @@ import torch
 
 # Variables that limit the instruction sets of oneDNN and MKL, or what cuBLAS chooses from.
 _CPU_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
-
-
 _GPU_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
 
 
@@ -25,7 +23,7 @@ def kernels(device: torch.device) -> Iterator[str]:
         major, minor = torch.cuda.get_device_capability(device)
         yield f"cuda-{torch.version.cuda}-sm{major}{minor}"
         yield "-".join(torch.cuda.get_device_name(device).split())
-        variables = _GPU_VARIABLES
+        variables: tuple[str, ...] = _GPU_VARIABLES
     else:
         yield f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}"
         variables = _CPU_VARIABLES

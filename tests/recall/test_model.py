@@ -1,7 +1,9 @@
 """The stored weights: they recall facts anywhere in a document, and only from that document."""
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
@@ -91,7 +93,8 @@ def say(loaded: Loaded, chat: list[dict[str, str]]) -> str:
     rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert isinstance(rendered, str)
     ids = torch.tensor([tokenizer(rendered)["input_ids"]])
-    output = model.generate(ids, max_new_tokens=16, do_sample=False)  # type: ignore[misc]
+    generate = cast(Callable[..., torch.Tensor], model.generate)  # not typed before 5.24
+    output = generate(ids, max_new_tokens=16, do_sample=False)
     text = tokenizer.decode(output[0, ids.shape[1] :])
     assert isinstance(text, str)
     return text
