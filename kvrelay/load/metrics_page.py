@@ -36,14 +36,21 @@ class MetricsPage:
         return round(self._values[MIGRATIONS] - before._values[MIGRATIONS])
 
     def queue_since(self, before: MetricsPage) -> Mapping[str, float | None] | None:
-        """Mean and quantiles of the queue, ``None`` without requests; quantiles between bounds."""
+        """Mean and quantiles of the queue, ``None`` without requests.
+
+        A quantile lies between two bounds. It cannot exceed what the sum allows, were all values
+        below it 0 and all others equal to it: the first bucket of vLLM ends at 0.3 s.
+        """
         count = self._values[f"{QUEUE}_count"] - before._values[f"{QUEUE}_count"]
         total = self._values[f"{QUEUE}_sum"] - before._values[f"{QUEUE}_sum"]
         if count <= 0:
             return None
         below = [(at, self._buckets[at] - before._buckets[at]) for at in sorted(self._buckets)]
         found: dict[str, float | None] = {"mean": total / count}
-        found.update({f"p{part * 100:g}": _quantile(below, part * count) for part in QUANTILES})
+        for part in QUANTILES:
+            value = _quantile(below, part * count)
+            most = total / (count - part * count)
+            found[f"p{part * 100:g}"] = None if value is None else min(value, most)
         return {**found, "max": None}
 
 
