@@ -56,6 +56,7 @@ class TransportSelector:
         self._open: dict[str, Transport] = {}
         self._avoid_until: dict[str, float] = {}
         self._logged = ""
+        self._reasons: dict[str, str] = {}  # why transports are unavailable, as logged
         self._resets = 0  # how often every transport was closed
         self.breaks: dict[str, int] = {}
         self.used: dict[str, int] = {}
@@ -161,8 +162,12 @@ class TransportSelector:
         except (KvrelayError, OSError) as error:
             if forced or deadline.expired:
                 raise Unavailable(f"transport {name} is unavailable: {error}") from error
-            log.info("kvrelay://%s: transport %s is unavailable: %s", self._address, name, error)
+            if self._reasons.get(name) != (reason := str(error)):
+                log.info(
+                    "kvrelay://%s: transport %s is unavailable: %s", self._address, name, error
+                )
             with self._lock:
+                self._reasons[name] = reason
                 self._avoid_until[name] = time.monotonic() + UNAVAILABLE_SECONDS
             return None
         with self._lock:

@@ -26,7 +26,7 @@ from kvstore import PutStatus, Want, connect
 from kvstore.base import NameQuery
 from kvstore.client.calls import StoreCalls
 from kvstore.client.remote import RemoteStore
-from kvstore.client.transports import shared_memory, socket_transport
+from kvstore.client.transports import selector, shared_memory, socket_transport
 from kvstore.client.transports.connection import (
     StoreConnection,
     dial_tcp,
@@ -148,6 +148,24 @@ def test_a_transport_can_be_forced_and_fails_loudly_where_it_is_unavailable(
                 get(store, make())
             store.close()
     finally:
+        stop(process)
+
+
+def test_a_reason_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store with tenants shares no memory, and is asked for it again for as long as it runs."""
+    monkeypatch.setattr(selector, "UNAVAILABLE_SECONDS", 0.0)
+    process, url = start_service("--budget=1MiB", "--no-shared", "--no-socket")
+    store = RemoteStore(address_of(url))
+    try:
+        with caplog.at_level(logging.INFO, "kvrelay.store"):
+            for _ in range(3):
+                assert get(store, make())[0].header is None
+        said = [record.message for record in caplog.records if "is unavailable" in record.message]
+        assert [line.split("transport ")[1].split()[0] for line in said] == ["shm", "socket"]
+    finally:
+        store.close()
         stop(process)
 
 
