@@ -17,7 +17,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from kvrelay.rpc.protocol import role_name
+from kvrelay.rpc.protocol import ROLES, role_name
 from kvrelay.rpc.server import families
 from kvrelay.v1 import router_pb2
 from router.generate.retry import RetryKind
@@ -84,6 +84,13 @@ class RouterCollector(Collector):
             "Time to choose a worker.",
             placer.decisions,
             placer.decision_seconds,
+        )
+        yield _counted(
+            "lost_workers",
+            "Workers in use that died or hung.",
+            "role",
+            service.registry.lost,
+            tuple(ROLES),
         )
         yield self._in_flight()
         yield from service.latency.collect()

@@ -181,6 +181,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         request: router_pb2.AnnounceRequest,
         context: Context[router_pb2.AnnounceRequest, router_pb2.AnnounceResponse],
     ) -> router_pb2.AnnounceResponse:
+        if request.leaving:
+            self.registry.leave(request.address)
+            return router_pb2.AnnounceResponse(state=router_pb2.WORKER_STATE_DRAINING)
         status = self.registry.announce(request.address, request.ttl_seconds).status()
         return router_pb2.AnnounceResponse(state=status.state, reason=status.reason)
 

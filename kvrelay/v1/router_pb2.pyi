@@ -550,19 +550,23 @@ class AnnounceRequest(_message.Message):
 
     ADDRESS_FIELD_NUMBER: _builtins.int
     TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """HOST:PORT, as the router reaches it"""
     ttl_seconds: _builtins.float
     """1 to 300"""
+    leaving: _builtins.bool
+    """it has drained and ends: forget it now"""
     def __init__(
         self,
         *,
         address: _builtins.str = ...,
         ttl_seconds: _builtins.float = ...,
+        leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "leaving", b"leaving", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

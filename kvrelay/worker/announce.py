@@ -18,6 +18,7 @@ from kvrelay.v1 import router_pb2, router_pb2_grpc
 log = logging.getLogger(__name__)
 TTL_SECONDS = 10.0
 EVERY_SECONDS = TTL_SECONDS / 4
+LEAVE_SECONDS = 5.0  # for a router that does not answer
 EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
@@ -61,6 +62,7 @@ class Announcer:
         self._routers = routers
         self._advertise = advertise
         self._tasks: list[asyncio.Task[None]] = []
+        self._address: str | None = None  # that was announced
         for router in routers:
             check_address("router", router)
             installed().check_call(router)
@@ -68,7 +70,7 @@ class Announcer:
     def begin(self, bound: str) -> None:
         """Announce ``bound``, or the address to advertise instead."""
         if self._routers:
-            address = advertised(bound, self._advertise)
+            self._address = address = advertised(bound, self._advertise)
             self._tasks = [
                 asyncio.create_task(_announce(router, address)) for router in self._routers
             ]
@@ -77,6 +79,23 @@ class Announcer:
         """Stop: routers forget this worker once its last announcement expires."""
         for task in self._tasks:
             task.cancel()
+
+    async def leave(self) -> None:
+        """Stop, and have the routers forget this worker: to them it has not died."""
+        self.end()
+        if self._address is not None:
+            await asyncio.gather(*(_leave(router, self._address) for router in self._routers))
+
+
+async def _leave(router: str, address: str) -> None:
+    request = router_pb2.AnnounceRequest(address=address, leaving=True)
+    async with open_channel(router) as channel:
+        try:
+            await router_pb2_grpc.RouterServiceStub(channel).Announce(
+                request, timeout=LEAVE_SECONDS
+            )
+        except grpc.RpcError as error:
+            log.info("the router at %s was not told: %s", router, from_rpc_error(error))
 
 
 async def _announce(router: str, address: str) -> None:

@@ -65,7 +65,7 @@ async def _serve(worker: Worker, services: Sequence[Register]) -> int:
         return await serve_until_signal(
             server,
             ready=ready,
-            on_stop=lambda deadline: _leave(worker, deadline),
+            on_stop=lambda deadline: _leave(worker, announcer, deadline),
             grace=config.grace,
         )
     finally:
@@ -101,6 +101,7 @@ def _ready(worker: Worker, address: str) -> str:
     )
 
 
-async def _leave(worker: Worker, deadline: Deadline) -> None:
+async def _leave(worker: Worker, announcer: Announcer, deadline: Deadline) -> None:
     log.info("draining, %d open legs", worker.streams.open)
     await worker.streams.drain(deadline)
+    await announcer.leave()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from kvrelay.errors import Draining, Exhausted, KvrelayError, Mismatch, Rejected, Unavailable
@@ -34,6 +35,7 @@ RECONNECT_SECONDS = 0.5  # at most, between two attempts to reach a worker that 
 FOLLOW_SECONDS = 1.0  # between two reads of the sources
 MAX_RETIRED = 64  # weights of workers no longer listed, remembered for --resume-wait
 CONFIRM_SECONDS = 0.005  # between two looks at which workers answered
+IN_USE = (HealthState.READY, HealthState.SUSPECT)
 KEEPALIVE_SECONDS = 3.0  # checks are faster; this ends the calls that checks do not
 
 
@@ -53,6 +55,7 @@ class Registry:
         self._retired: dict[str, float] = {}  # weights of decode workers no longer listed: when
         self._changed = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
+        self.lost = Counter[str]()  # by role: workers in use that died, or were silent for long
 
     async def start(self) -> None:
         """Watch the workers listed; ``Rejected`` if the workers file cannot be used."""
@@ -78,6 +81,14 @@ class Registry:
         if announced is None:
             raise Exhausted(f"{len(self._workers)} workers are listed: raise --max-workers", ttl)
         return announced
+
+    def leave(self, address: str) -> None:
+        """A worker has drained and ends: it is not lost, and forgotten if it announced itself."""
+        for worker in self.workers:
+            if worker.address == address:
+                self._set_health(worker, WorkerHealth(HealthState.DRAINING, Draining("it ends")))
+        self._sources.forget(address)
+        self.update(self._sources.now())
 
     @property
     def workers(self) -> tuple[KnownWorker, ...]:
@@ -233,6 +244,9 @@ class Registry:
         log.info("worker %s is no longer listed", key[1])
         del self._watchers[key]
         worker = self._workers[key]
+        silent = worker.health.state is HealthState.SUSPECT
+        if silent and worker.listed == types_pb2.ROLE_UNSPECIFIED:  # its announcement expired
+            self.lost[role_name(worker.role)] += 1
         if worker.weights and worker.role == types_pb2.ROLE_DECODE:
             self._retired.pop(worker.weights, None)
             self._retired[worker.weights] = time.monotonic()
@@ -286,8 +300,7 @@ class Registry:
 
     def _fleet(self, joining: KnownWorker) -> worker_pb2.Namespace | None:
         """The namespace in use. Suspect workers count: they may recover in a moment."""
-        holding = (HealthState.READY, HealthState.SUSPECT)
-        others = (w for w in self.workers if w is not joining and w.health.state in holding)
+        others = (w for w in self.workers if w is not joining and w.health.state in IN_USE)
         return next((other.info.namespace for other in others if other.info is not None), None)
 
     def _judge(self, worker: KnownWorker, health: WorkerHealth) -> None:
@@ -332,6 +345,8 @@ class Registry:
             level = logging.INFO if expected else logging.WARNING  # it may still be starting
             state = health.state.name.lower()
             log.log(level, "%s worker %s is %s: %s", name, worker.address, state, problem)
+        if _loses(worker, health):
+            self.lost[name] += 1
         worker.health = health
         worker.health_since = time.monotonic()
         self._notify()
@@ -342,3 +357,15 @@ class Registry:
         self._changed = asyncio.Event()
         for listener in self._listeners:
             listener()
+
+
+def _loses(worker: KnownWorker, health: WorkerHealth) -> bool:
+    """Whether ``worker``, that is in use, dies as it gets this health.
+
+    One that was listed for this router and has no legs may have ended in order.
+    """
+    gone = health.state is HealthState.UNREACHABLE or isinstance(health.problem, WorkerLost)
+    if not gone or worker.health.state not in IN_USE or health.state in IN_USE:
+        return False
+    announced = worker.listed == types_pb2.ROLE_UNSPECIFIED
+    return announced or worker.legs > 0 or worker.health.state is HealthState.SUSPECT

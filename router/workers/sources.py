@@ -73,6 +73,10 @@ class WorkerSources:
             self._announcements.add(listed, ttl, time.monotonic(), limit)
         return listed
 
+    def forget(self, address: str) -> None:
+        """End an announcement before its time."""
+        self._announcements.remove(address)
+
     def close(self) -> None:
         """Stop looking up names."""
         self._names.close()
@@ -106,6 +110,10 @@ class Announcements:
         if address not in known and len(known) >= limit:
             raise Exhausted(f"{len(known)} announced workers are listed: raise --max-workers", ttl)
         self._until[address] = now + ttl
+
+    def remove(self, address: str) -> None:
+        """Without effect on an address that is not announced."""
+        self._until.pop(address, None)
 
     def listed(self, now: float) -> tuple[str, ...]:
         """The addresses that have not expired."""

@@ -23,6 +23,7 @@ QUIET: Mapping[str, str] = {
     f"certificate_expiry_timestamp_seconds{{{ROUTER}}}": "9e6x80",
     f'credential_reloads_total{{{ROUTER},result="ok"}}': "0+1x80",
     f'credential_reloads_total{{{ROUTER},result="failed"}}': "0+0x80",
+    f'router_lost_workers_total{{{ROUTER},role="decode"}}': "0+0x80",
     f"router_migrations_total{{{ROUTER}}}": "0+0x80",
     f"router_mixed_numerics_legs_total{{{ROUTER}}}": "0+0x80",
     f"router_waiting_requests{{{ROUTER}}}": "2x80",
@@ -97,10 +98,9 @@ def _whole(name: str) -> str:
     return found[0] if len(found) == 1 else name
 
 
-def _other(state: str) -> dict[str, str]:
-    """A second decode worker in this state."""
-    labels = f'{ROUTER},role="decode",state="{state}",worker="d:50060"'
-    return {f"router_worker_in_flight{{{labels}}}": "0x80"}
+def _in(state: str) -> str:
+    """The series of a second decode worker in this state."""
+    return f'router_worker_in_flight{{{ROUTER},role="decode",state="{state}",worker="d:50060"}}'
 
 
 CASES = (
@@ -114,21 +114,28 @@ CASES = (
     ),
     RuleCase(
         "one of two decode workers is killed",
-        _other("unreachable"),
+        {_in("unreachable"): "0x80"},
         "KvrelayWorkerDown",
         OF_OTHER,
         summary="decode worker d:50060 is unreachable",
     ),
     RuleCase(
-        "a worker hangs",
-        _other("suspect"),
+        "a worker that announced itself is killed",
+        {"router_lost": "0x50 1x30"},
+        "KvrelayWorkerLost",
+        {"model_name": "m", "role": "decode"},
+        summary="a decode worker of m died or hung",
+    ),
+    RuleCase(
+        "a worker hangs again and again",
+        {_in("suspect"): "_x49 0x9 _x21", _in("ready"): "0x49 _x9 0x21"},
         "KvrelayWorkerSuspect",
         OF_OTHER,
-        summary="decode worker d:50060 is silent",
+        summary="decode worker d:50060 is silent 23.81% of the time",
     ),
     RuleCase(
         "a worker of another fleet is listed",
-        _other("starting"),
+        {_in("starting"): "0x80"},
         "KvrelayWorkerNotAccepted",
         OF_OTHER,
         summary="decode worker d:50060 is listed and not used",
@@ -289,6 +296,10 @@ SILENT = (
         "a small store replaces blocks that are not asked for again",
         {"kvstore_bytes": "6e7x80", "kvstore_budget": "6.7e7x80", "kvstore_leased": "1e6x80"}
         | {"kvstore_reserved": "1e6x80", "kvstore_received": "0+3e6x80"},
+    ),
+    RuleCase(
+        "a worker hangs for half a minute",
+        {_in("suspect"): "_x49 0x1 _x29", _in("ready"): "0x49 _x1 0x29"},
     ),
     RuleCase("evicted blocks are asked for after a long time", {EVICTED: "0+20x80"}),
 )

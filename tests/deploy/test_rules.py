@@ -64,6 +64,7 @@ def test_a_rule_that_is_wrong_is_noticed(tmp_path: Path) -> None:
     text = RULES.read_text(encoding="utf-8")
     for right, wrong, title in (
         ('state="unreachable"', 'state="gone"', "KvrelayWorkerDown"),
+        ("[10m])) > 0.1", "[10m])) > 0", "KvrelayWorkerSuspect"),
         ("> 2.5", "> 0", "KvrelayFirstTokenSlow"),
         ("> 0.1\n", ">= 0\n", "KvrelayStoreEvictsYoungBlocks"),
     ):

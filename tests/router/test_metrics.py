@@ -13,6 +13,7 @@ from kvrelay.errors import Unavailable
 from kvrelay.v1 import router_pb2
 from router.metrics import PREFIX, registry_of
 from tests.router.fakes import Behaviour, decode_worker, ids, model, prefill_worker, running
+from tests.router.rig import join
 
 
 def request(tokens: int = 4) -> router_pb2.GenerateRequest:
@@ -73,6 +74,21 @@ async def test_retries() -> None:
         assert len(ids(await router.generate(request()))) == 4
         assert value(page, "retried_legs_total", next="suspect") == 1
         assert value(page, "migrations_total") == 0
+
+
+async def test_a_worker_that_dies_under_a_stream_is_lost_once() -> None:
+    """Its leg fails first, then its check."""
+    prefill, calm = prefill_worker(), decode_worker("d1")
+    dying = decode_worker("d0", behaviour=Behaviour(die_after=2))
+    async with running([prefill, dying]) as router:
+        page = registry_of(router.service)
+        call = asyncio.ensure_future(router.generate(request(8)))
+        await until(page, 1, "lost_workers_total", role="decode")
+        await join(router, prefill, dying, calm)
+        assert len(ids(await call)) == 8
+        assert value(page, "lost_workers_total", role="decode") == 1
+        assert value(page, "lost_workers_total", role="prefill") == 0
+        await calm.stop()
 
 
 async def test_totals_for_top() -> None:

@@ -88,6 +88,7 @@ async def test_a_restart_is_noticed() -> None:
         router.registry.suspect(known, Rejected("x", "look again"))
         await router.settled(used=1)
         assert (await listed(router))[worker.address].info.worker_id == "another"
+        assert router.registry.lost == {"decode": 1}
 
 
 async def test_a_worker_that_goes_and_comes_back() -> None:
@@ -95,6 +96,7 @@ async def test_a_worker_that_goes_and_comes_back() -> None:
     async with running([stays, goes]) as router:
         await goes.stop()
         await router.settled(used=1)
+        assert not router.registry.lost, "it may have ended in order"
         request = router_pb2.GenerateRequest(max_tokens=3)
         request.token_ids.ids.append(9)
         request.sampling.seed = 1
@@ -119,6 +121,7 @@ async def test_not_serving_is_respected() -> None:
         assert "NOT_SERVING" in (await listed(router))[worker.address].reason
         await worker.server.health.set("kvrelay.v1.DecodeService", True)
         await router.settled(used=1)
+        assert not router.registry.lost
 
 
 async def test_a_new_fleet_may_follow_the_old_one() -> None:

@@ -1,4 +1,7 @@
-"""Workers that a router forgets leave its metrics page, whatever removed them; real processes."""
+"""Workers that a router forgets leave its metrics page, whatever removed them; real processes.
+
+Those that died or hang are counted as lost; those that drained or were taken off the list are not.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,9 @@ from tests.models import tiny_model
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 WORKERS = ("prefill", "decode")
 LINE = re.compile(r'^(kvrelay:\w+)\{([^}]*\bworker="([^"]*)"[^}]*)\} ', re.MULTILINE)
+LOST = re.compile(
+    r'^kvrelay:router_lost_workers_total\{[^}]*role="(\w+)"[^}]*\} (\S+)$', re.MULTILINE
+)
 FORGET_SECONDS = TTL_SECONDS + 20.0
 REQUESTS = 8
 
@@ -62,6 +68,12 @@ def lines(cluster: Cluster) -> dict[str, list[str]]:
     return found
 
 
+def lost(cluster: Cluster) -> dict[str, int]:
+    """Lost workers by role, as counted on the router's page."""
+    with urllib.request.urlopen(f"{cluster.http}/metrics", timeout=20) as page:
+        return {role: int(float(count)) for role, count in LOST.findall(page.read().decode())}
+
+
 def serve(cluster: Cluster) -> None:
     """Requests one after another, with prompts of their own."""
     with Client(cluster.router) as client:
@@ -90,14 +102,14 @@ def test_removed_killed_and_drained_workers_leave_the_page(tmp_path: Path) -> No
         http_port=0,
         dtype="float32",
         prefill=2,
-        decode=4,
+        decode=5,
         block_size=16,
         num_blocks=64,
         store_budget=1 << 25,
     )
     with Cluster(config, backoff=None, layout=layout(listing)) as cluster:
         prefill, decode = cluster.addresses("prefill"), cluster.addresses("decode")
-        until(lambda: len(lines(cluster)) == 6, "all workers are on the page")
+        until(lambda: len(lines(cluster)) == 7, "all workers are on the page")
         serve(cluster)
         assert all(len(samples) == 1 for samples in lines(cluster).values())
 
@@ -107,9 +119,16 @@ def test_removed_killed_and_drained_workers_leave_the_page(tmp_path: Path) -> No
 
         cluster.kill("decode", 1)
         leaves(cluster, decode[1], [*prefill, *decode[2:]])
+        assert lost(cluster) == {"prefill": 0, "decode": 1}
 
         cluster.kill("decode", 2, signal.SIGTERM)
-        leaves(cluster, decode[2], [*prefill, decode[3]])
+        leaves(cluster, decode[2], [*prefill, *decode[3:]])
 
         cluster.kill("prefill", 1, signal.SIGTERM)
-        leaves(cluster, prefill[1], [prefill[0], decode[3]])
+        leaves(cluster, prefill[1], [prefill[0], *decode[3:]])
+        assert lost(cluster) == {"prefill": 0, "decode": 1}
+
+        cluster.kill("decode", 3, signal.SIGSTOP)
+        leaves(cluster, decode[3], [prefill[0], decode[4]])
+        assert lost(cluster) == {"prefill": 0, "decode": 2}
+        cluster.kill("decode", 3, signal.SIGCONT)
