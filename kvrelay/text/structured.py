@@ -12,9 +12,11 @@ import json
 import math
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, cast
@@ -28,9 +30,10 @@ from kvrelay.text.tokenizer import NoTokenizer, Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-CACHE_BYTES = 16 << 20
+CACHE_BYTES = 64 << 20
 OVERHEAD_BYTES = 64 << 10  # of a compiled grammar, in any case
 BYTES_PER_BYTE = 32  # more for each byte of its text
+BYTES_PER_SECOND = 160 << 20  # more for the time that it took: both grow with what the lexer makes
 MASK_WORD = 32  # bits: a mask has whole words
 MAX_MESSAGE = 400  # characters of the library's messages
 ANSWER = "answer"
@@ -42,15 +45,17 @@ WHITESPACE = r"[ ]?|\r?\n[ \t]{0,80}"
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 # Bounds of the parser: on a vocabulary of 152,000 tokens the masks of hostile grammars took 1.9 ms
-# of processor time at most, those of JSON schemas 1.4 ms, and 40 ms to compile. The first mask may
-# take a tenth of a second: it is made when a grammar is compiled. An optional property of a JSON
-# schema takes four items of a row; a grammar that is more ambiguous than usual is hostile.
+# of processor time at most, those of JSON schemas 1.4 ms, and 40 ms to compile. To compile one with
+# its first mask may take a tenth of a second and 16 MiB; "(a{1000}){1000}" took 1.7 s and 174 MiB
+# with the library's own bound. An optional property of a JSON schema takes four items of a row; a
+# grammar that is more ambiguous than usual is hostile.
 MAX_OPTIONAL = 480  # properties of one object
 MAX_ITEMS = 10_000  # for one mask
 MAX_ITEMS_OF_GRAMMAR = 500
 MAX_ROW = 2000  # for one byte
 MAX_ROW_OF_GRAMMAR = 500
 MAX_FUEL = 60_000  # of the lexer, for one mask
+MAX_FIRST_FUEL = 100_000  # of the lexer, to compile a grammar
 MAX_LEXER_STATES = 50_000  # about 500 bytes each, for one request
 MAX_SYMBOLS = 200_000  # of the grammar
 MAX_MULTIPLE = 10_000  # the lexer has a state for each remainder, which no bound of it counts
@@ -127,6 +132,14 @@ class TokenGrammar:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A matcher at the beginning of an output, and its estimated size in bytes."""
+
+    matcher: LLMatcher
+    cost: int
+
+
 class GrammarCompiler:
     """Compiles the grammars of requests for one model, and keeps those used last.
 
@@ -140,7 +153,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._vocabulary_lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
-        self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[StructuredOutput, _Compiled] = OrderedDict()
         self._bytes = 0
 
     @property
@@ -179,23 +192,26 @@ class GrammarCompiler:
             found = self._compiled.get(wanted)
             if found is not None:
                 self._compiled.move_to_end(wanted)
-                return self._grammar(found, field)
-        made = self._compile(wanted, field)
+                return self._grammar(found.matcher, field)
+        self._loaded(field)
+        begun = time.thread_time()
+        matcher = self._compile(wanted, field)
+        seconds = time.thread_time() - begun
         with self._lock:
             if wanted not in self._compiled:
-                self._keep(wanted, made)
-            return self._grammar(made, field)
+                self._keep(wanted, _Compiled(matcher, _cost(wanted, seconds)))
+            return self._grammar(matcher, field)
 
     def _grammar(self, matcher: LLMatcher, field: str) -> TokenGrammar:
         assert self._vocabulary is not None, "a matcher was compiled for it"
         return TokenGrammar(matcher.deep_copy(), field, self._vocabulary.vocab_size)
 
-    def _keep(self, wanted: StructuredOutput, made: LLMatcher) -> None:
+    def _keep(self, wanted: StructuredOutput, made: _Compiled) -> None:
         self._compiled[wanted] = made
-        self._bytes += _cost(wanted)
+        self._bytes += made.cost
         while self._bytes > CACHE_BYTES:
-            oldest, _ = self._compiled.popitem(last=False)
-            self._bytes -= _cost(oldest)
+            _, oldest = self._compiled.popitem(last=False)
+            self._bytes -= oldest.cost
 
     def _compile(self, wanted: StructuredOutput, field: str) -> LLMatcher:
         from llguidance import LLMatcher
@@ -271,6 +287,7 @@ def _limits(kind: str) -> LLParserLimits:
     return LLParserLimits(
         max_items_in_row=MAX_ROW_OF_GRAMMAR if kind == "grammar" else MAX_ROW,
         step_max_items=MAX_ITEMS_OF_GRAMMAR if kind == "grammar" else MAX_ITEMS,
+        initial_lexer_fuel=MAX_FIRST_FUEL,
         step_lexer_fuel=MAX_FUEL,
         max_lexer_states=MAX_LEXER_STATES,
         max_grammar_size=MAX_SYMBOLS,
@@ -429,5 +446,6 @@ def _check_optional(schema: object) -> None:
                 )
 
 
-def _cost(wanted: StructuredOutput) -> int:
-    return OVERHEAD_BYTES + BYTES_PER_BYTE * wanted.size
+def _cost(wanted: StructuredOutput, seconds: float) -> int:
+    """Bytes of a grammar that took so many seconds of processor time to compile."""
+    return OVERHEAD_BYTES + BYTES_PER_BYTE * wanted.size + round(BYTES_PER_SECOND * seconds)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -359,12 +361,53 @@ def test_a_grammar_without_a_first_mask_is_refused_when_it_is_compiled() -> None
 
 def test_the_cache_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured, "CACHE_BYTES", 5 * structured.OVERHEAD_BYTES)
+    monkeypatch.setattr(structured, "BYTES_PER_SECOND", 0)
     made = GrammarCompiler(byte_level(), (EOS,))
     for number in range(20):
         made.compile(StructuredOutput(regex=f"a{{{number}}}b"))
         assert made.cached_bytes <= structured.CACHE_BYTES
     assert made.knows(StructuredOutput(regex="a{19}b"))
     assert not made.knows(StructuredOutput(regex="a{0}b"))
+
+
+def test_a_grammar_counts_for_the_memory_that_its_compilation_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = iter([0.0, 0.125, 1.0, 1.5, 2.0, 2.0])
+    monkeypatch.setattr("kvrelay.text.structured.time.thread_time", lambda: next(times))
+    made, first = GrammarCompiler(byte_level(), (EOS,)), StructuredOutput(regex="a{1}b")
+    made.compile(first)
+    assert 20 << 20 <= made.cached_bytes < 21 << 20
+    made.compile(StructuredOutput(regex="a{2}b"))  # more than the cache has: 80 MiB
+    assert made.cached_bytes == 0
+    assert not made.knows(first)
+    made.compile(first)
+    assert made.knows(first)
+
+
+@pytest.mark.parametrize("pattern", ["(a{1000}){1000}", "(ab){1000000}", "[ab]{0,400000}c{50000}"])
+def test_what_a_pattern_repeats_is_bounded_when_it_is_compiled(pattern: str) -> None:
+    """Memory grows with the fuel: 15 bytes of a pattern took 174 MiB."""
+    program = (
+        "import resource\n"
+        "from kvrelay.structured import StructuredOutput\n"
+        "from kvrelay.errors import KvrelayError\n"
+        "from tests.text.test_structured import byte_compiler\n"
+        "made = byte_compiler()\n"
+        "made.compile(StructuredOutput(regex='z'))\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10\n"
+        "before = peak()\n"
+        "try:\n"
+        f"    made.compile(StructuredOutput(regex={pattern!r}))\n"
+        "except KvrelayError:\n"
+        "    pass\n"
+        "print(peak() - before)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 64
 
 
 def test_several_threads_compile_and_match_at_once() -> None:
