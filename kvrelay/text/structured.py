@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import json
-import math
 import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, cast
 
@@ -25,6 +23,7 @@ from kvrelay.errors import KvrelayError, Rejected, Unservable
 from kvrelay.structured import FIELD, StructuredOutput
 from kvrelay.text.detokenizer import token_bytes
 from kvrelay.text.reasoning import CLOSE, OPEN
+from kvrelay.text.schema_bounds import check_multiples, check_schema, schemas_in
 from kvrelay.text.tokenizer import NoTokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -47,9 +46,7 @@ _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 # Bounds of the parser: on a vocabulary of 152,000 tokens the masks of hostile grammars took 1.9 ms
 # of processor time at most, those of JSON schemas 1.4 ms, and 40 ms to compile. To compile one with
 # its first mask may take a tenth of a second and 16 MiB; "(a{1000}){1000}" took 1.7 s and 174 MiB
-# with the library's own bound. An optional property of a JSON schema takes four items of a row; a
-# grammar that is more ambiguous than usual is hostile.
-MAX_OPTIONAL = 480  # properties of one object
+# with the library's own bound. A grammar that is more ambiguous than usual is hostile.
 MAX_ITEMS = 10_000  # for one mask
 MAX_ITEMS_OF_GRAMMAR = 500
 MAX_ROW = 2000  # for one byte
@@ -58,7 +55,6 @@ MAX_FUEL = 60_000  # of the lexer, for one mask
 MAX_FIRST_FUEL = 100_000  # of the lexer, to compile a grammar
 MAX_LEXER_STATES = 50_000  # about 500 bytes each, for one request
 MAX_SYMBOLS = 200_000  # of the grammar
-MAX_MULTIPLE = 10_000  # the lexer has a state for each remainder, which no bound of it counts
 
 
 class OffGrammar(KvrelayError):
@@ -302,8 +298,8 @@ def _whole(wanted: StructuredOutput, marks: Mapping[str, int]) -> str:
     ``marks``: the ids of the tags, if they are tokens of their own.
     """
     text = _text(wanted)
-    for schema in _embedded(f"{wanted.grammar or ''}\n{wanted.calls}"):
-        _check_multiples(schema)
+    for schema in schemas_in(f"{wanted.grammar or ''}\n{wanted.calls}"):
+        check_multiples(schema)
     if not wanted.reasoning and not wanted.calls:
         return json.dumps({"grammars": [text]})
     answer = f"(@{CALLS} | @{ANSWER})" if wanted.calls else f"@{ANSWER}"
@@ -372,78 +368,12 @@ def _json_schema(text: str, compact: bool) -> Mapping[str, object] | bool:
     schema = json.loads(text)
     if not isinstance(schema, dict | bool):
         raise ValueError(f"a JSON schema is an object, got {text[:40]}")
-    _check_optional(schema)
-    _check_multiples(schema)
+    check_schema(schema)
     if schema is False:
         return False
     given = schema if isinstance(schema, dict) else {}
     spacing = {"whitespace_flexible": False} if compact else {"whitespace_pattern": WHITESPACE}
     return {"x-guidance": spacing, **given}
-
-
-def _embedded(grammar: str) -> Iterator[object]:
-    """All JSON objects in a grammar that has schemas, whatever stands before them."""
-    decoder = json.JSONDecoder()
-    at = grammar.find("%json")
-    while at >= 0 and (at := grammar.find("{", at)) >= 0:
-        try:
-            schema, at = decoder.raw_decode(grammar, at)
-        except ValueError:
-            at += 1
-        else:
-            yield schema
-
-
-def _objects(schema: object) -> Iterator[Mapping[str, object]]:
-    """All objects in a schema."""
-    left: list[object] = [schema]
-    while left:
-        one = left.pop()
-        if isinstance(one, list):
-            left += one
-        if isinstance(one, dict):
-            left += one.values()
-            yield one
-
-
-def _check_multiples(schema: object) -> None:
-    """Refuse numbers whose lexer would be too large, as it is for all of an ``allOf`` together.
-
-    Powers of ten cost it nothing.
-    """
-    given = {
-        str(one["multipleOf"]) for one in _objects(schema) if _is_number(one.get("multipleOf"))
-    }
-    if not given:
-        return
-    exact = [Fraction(text) for text in given]
-    scale = math.lcm(*(each.denominator for each in exact))
-    common = math.lcm(*(int(each * scale) for each in exact))
-    while common and common % 10 == 0:
-        common //= 10
-    if common > MAX_MULTIPLE:
-        raise ValueError(
-            f"the least common multiple of every multipleOf, {brief(', '.join(given))}, is more"
-            f" than {MAX_MULTIPLE} without its zeros at the end: use fewer or smaller ones"
-        )
-
-
-def _is_number(value: object) -> bool:
-    return type(value) is int or (type(value) is float and math.isfinite(value))
-
-
-def _check_optional(schema: object) -> None:
-    """Refuse an object with so many optional properties that no mask could be made inside it."""
-    for one in _objects(schema):
-        properties, required = one.get("properties"), one.get("required")
-        if isinstance(properties, dict):
-            needed = [str(name) for name in required] if isinstance(required, list) else []
-            optional = len(properties.keys() - set(needed))
-            if optional > MAX_OPTIONAL:
-                raise ValueError(
-                    f"an object has {optional} optional properties, more than {MAX_OPTIONAL}: make"
-                    " some of them required"
-                )
 
 
 def _cost(wanted: StructuredOutput, seconds: float) -> int:
