@@ -83,11 +83,14 @@ class Registry:
         return announced
 
     def leave(self, address: str) -> None:
-        """A worker has drained and ends: it is not lost, and forgotten if it announced itself."""
+        """A worker has drained and ends: it is not lost, and forgotten if it announced itself.
+
+        ``Rejected`` unless this router takes announcements.
+        """
+        self._sources.forget(address)
         for worker in self.workers:
             if worker.address == address:
                 self._set_health(worker, WorkerHealth(HealthState.DRAINING, Draining("it ends")))
-        self._sources.forget(address)
         self.update(self._sources.now())
 
     @property

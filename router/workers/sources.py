@@ -63,8 +63,7 @@ class WorkerSources:
 
     def announce(self, address: str, ttl: float) -> str:
         """Record an announcement. Returns the address as listed. ``Rejected``, ``Exhausted``."""
-        if not self._config.announce:
-            raise Rejected("announce", "not accepted by this router: start it with --announce")
+        self._check_announcing()
         listed = check_announcement(address, ttl)
         installed().check_call(listed)
         known = {*self._listed.prefill, *self._listed.decode}
@@ -74,8 +73,13 @@ class WorkerSources:
         return listed
 
     def forget(self, address: str) -> None:
-        """End an announcement before its time."""
+        """End an announcement before its time. ``Rejected`` as ``announce``."""
+        self._check_announcing()
         self._announcements.remove(address)
+
+    def _check_announcing(self) -> None:
+        if not self._config.announce:
+            raise Rejected("announce", "not accepted by this router: start it with --announce")
 
     def close(self) -> None:
         """Stop looking up names."""

@@ -128,6 +128,11 @@ def valid_calls(target: Mapping[str, str]) -> dict[str, str]:
             "RouterService/Announce",
             router_pb2.AnnounceRequest(address=target["announced"], ttl_seconds=60.0),
         ),
+        "announce that decode leaves": (
+            "router",
+            "RouterService/Announce",
+            router_pb2.AnnounceRequest(address=target["decode"], leaving=True),
+        ),
         "drain prefill": ("prefill", "WorkerService/Drain", worker_pb2.DrainRequest()),
         "drain decode": ("decode", "WorkerService/Drain", worker_pb2.DrainRequest()),
         "clear": ("store", "StoreService/Clear", store_pb2.ClearRequest()),

@@ -172,9 +172,11 @@ def test_what_is_no_announcement(address: str, ttl: float, field: str) -> None:
         check_announcement(address, ttl)
 
 
-async def announce(router: Running, address: str, ttl: float) -> router_pb2.AnnounceResponse:
+async def announce(
+    router: Running, address: str, ttl: float, leaving: bool = False
+) -> router_pb2.AnnounceResponse:
     stub = router_pb2_grpc.RouterServiceStub(router.channel)
-    message = router_pb2.AnnounceRequest(address=address, ttl_seconds=ttl)
+    message = router_pb2.AnnounceRequest(address=address, ttl_seconds=ttl, leaving=leaving)
     try:
         return await stub.Announce(message, timeout=10)
     except grpc.RpcError as error:
@@ -231,10 +233,13 @@ async def test_a_worker_at_two_addresses_is_one_worker() -> None:
 
 
 async def test_a_router_takes_no_announcements_unless_told_to() -> None:
-    async with running([decode_worker()]) as router:
+    async with running([worker := decode_worker()]) as router:
         with pytest.raises(Rejected, match="--announce"):
             await announce(router, "127.0.0.1:9", 60.0)
-        assert len(router.registry.workers) == 1
+        with pytest.raises(Rejected, match="--announce"):
+            await announce(router, worker.address, 60.0, leaving=True)
+        (listed,) = router.registry.workers
+        assert listed.health.state is HealthState.READY
 
 
 async def test_a_worker_announces_itself_until_it_ends() -> None:
