@@ -31,15 +31,14 @@ _FEWEST_QUERIES = 16
 _KEY_RUN = 512
 _KEYS_ALIKE = 192
 _VECTOR = 16
-_SIZE_ALIKE = 1024  # elements of a bfloat16 row: a longer one is added up otherwise if it is alone
 
 
-def rows_computed(rows: int, size: int, dtype: torch.dtype) -> int:
-    """The number of rows [size] of a packed product to compute for ``rows`` that are used.
+def rows_computed(rows: int) -> int:
+    """The number of rows of a packed product to compute for ``rows`` that are used.
 
-    Measured with oneDNN 3.12 on AVX-512, one to eight threads.
+    Measured with oneDNN 3.12 on AVX-512 with and without bfloat16, one to eight threads.
     """
-    return 2 if rows == 1 and (dtype is torch.float32 or size > _SIZE_ALIKE) else rows
+    return 2 if rows == 1 else rows
 
 
 def queries_computed(count: int) -> int:

@@ -4,8 +4,8 @@ On CPUs with AMX our own kernel multiplies bfloat16 (``attention.native.products
 
 oneDNN, measured on a 2-core AVX-512 machine, one thread, 1024 x 6144: bfloat16 1.5 times (16
 rows) to 2.5 times (1 row) as fast as ``nn.Linear`` and equal to the bit; float32 3 times (16 rows),
-within 3e-6. A row's result does not depend on the number of rows, except for a single row in
-float32 or of more than 1,024 elements, which is therefore computed as one of two.
+within 3e-6. A row's result does not depend on the number of rows, except for a single row, which
+is therefore computed as one of two, nor on the number of threads (see ``_most_threads``).
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from transformers.pytorch_utils import Conv1D
 from kvrelay.engine.attention.index import rows_computed
 from kvrelay.engine.attention.native.library import load_products
 from kvrelay.engine.attention.native.products import NoProducts, Products, tiled
+from kvrelay.process.cores import MOST_THREADS
 
 _PACKED = (torch.float32, torch.bfloat16)
 _ROWS_HINT = 16
+_COLUMNS_A_THREAD = 64
+_DIVIDED_TERMS = 1537  # 1,536 were not divided, 2,048 were
 KERNELS = 256
 """Rows of 50 numbers in a model whose layers have 5 shapes; a step adds a few at most."""
 
@@ -84,15 +87,44 @@ def _by_onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     reorder = cast(_Reorder, torch.ops.mkldnn._reorder_linear_weight)
     packed = reorder(weight.detach(), _ROWS_HINT)
     added = None if bias is None else bias.detach()
-    size = weight.shape[1]
 
     def product(rows: torch.Tensor) -> torch.Tensor:
-        lone = rows.shape[0] < rows_computed(rows.shape[0], size, rows.dtype)
+        lone = rows.shape[0] < rows_computed(rows.shape[0])
         given = rows.expand(2, -1).contiguous() if lone else rows
         out = multiply(given, packed, added, "none", [], "")
         return out[:1] if lone else out
 
-    return product
+    most = _most_threads(weight)
+    return product if most == MOST_THREADS else _bounded(product, most)
+
+
+def _most_threads(weight: torch.Tensor) -> int:
+    """Threads of a product whose sums do not depend on how many there are.
+
+    On AVX-512 without bfloat16 oneDNN 3.12 multiplies bfloat16 by its ``gemm:jit``, which divides
+    sums of 2,048 terms and more where threads have fewer than 64 columns each. Measured for widths
+    of 64 to 4,096, sums of 512 to 12,288, 1 to 300 rows, one to eight threads.
+    """
+    columns, terms = weight.shape
+    if weight.dtype is not torch.bfloat16 or terms < _DIVIDED_TERMS:
+        return MOST_THREADS
+    return min(max(columns // _COLUMNS_A_THREAD, 1), MOST_THREADS)
+
+
+def _bounded(product: Linear, most: int) -> Linear:
+    """The product with at most so many threads."""
+
+    def bounded(rows: torch.Tensor) -> torch.Tensor:
+        before = torch.get_num_threads()
+        if before <= most:
+            return product(rows)
+        torch.set_num_threads(most)
+        try:
+            return product(rows)
+        finally:
+            torch.set_num_threads(before)
+
+    return bounded
 
 
 def linear(layer: torch.nn.Linear) -> Linear:

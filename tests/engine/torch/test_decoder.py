@@ -82,13 +82,14 @@ def test_packed_linear(rows: int, dtype: torch.dtype, bias: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [192, 300])
 @pytest.mark.parametrize("size", [48, 1024, 1025, 2048, 3072, 8192])
 def test_a_row_of_a_product_does_not_depend_on_those_beside_it(
-    size: int, dtype: torch.dtype
+    size: int, columns: int, dtype: torch.dtype
 ) -> None:
     """A lone row least of all: a stream that decodes alone is one."""
     generator = torch.Generator().manual_seed(size)
-    layer = torch.nn.Linear(size, 300, False).to(dtype)
+    layer = torch.nn.Linear(size, columns, False).to(dtype)
     product, before = linear(layer), torch.get_num_threads()
     given = torch.randn(24, size, generator=generator).to(dtype)
     try:

@@ -45,7 +45,7 @@ def row_functions(library: ctypes.CDLL) -> RowFunctions:
 
 def result_rows(rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     """Room for rows that a matrix product reads: behind a lone one may be a row of zeros."""
-    computed = rows_computed(rows, size, dtype)
+    computed = rows_computed(rows)
     make = torch.empty if computed == rows else torch.zeros
     return make((computed, size), dtype=dtype)
 
