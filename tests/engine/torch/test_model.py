@@ -165,7 +165,7 @@ def test_no_length_named(tmp_path: Path) -> None:
         ("gpt_oss", {"sliding_window": 4096, "head_dim": 16}, "attention sinks"),
         ("falcon", {"alibi": True}, "ALiBi"),
         ("mpt", {"max_seq_len": 512}, "attention interface"),
-        ("gptj", {"rotary_dim": 8, "eos_token_id": 1}, "attention interface"),
+        ("biogpt", {"eos_token_id": 1}, "attention interface"),
         ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
     ],
 )
