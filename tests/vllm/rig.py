@@ -8,12 +8,15 @@ import random
 import selectors
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvrelay.block.header import decode, encode
 from kvrelay.rpc.deadline import Deadline
+from kvstore.base import NameQuery
 from kvstore.client.remote import RemoteStore
+from tests.cluster.processes import until
 from tests.kvstore.rig import arena_in
 from tests.vllm.environment import ROOT, WorkerEnvironment
 
@@ -215,10 +218,21 @@ class StoreProcess:
     def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self.process = process
         self.url = url
+        self._address = url.partition("?")[0].removeprefix("kvrelay://")
 
     def flip(self, names: Sequence[bytes], block: int) -> None:
         """Turn one bit of the payload of ``names[block]``, where it lies in the store."""
         self._change(names, block, lambda stored: [*stored[:-9], stored[-9] ^ 4, *stored[-8:]])
+
+    def wait_for(self, names: Sequence[bytes]) -> None:
+        """Until all of them are there: saves end after the answer."""
+        with closing(RemoteStore(self._address)) as direct:
+            query = NameQuery(tuple(names))
+            until(
+                lambda: direct.lookup(query, 20.0).lead == len(names),
+                f"{len(names)} blocks in the store",
+                60.0,
+            )
 
     def retell(self, names: Sequence[bytes], block: int) -> None:
         """Let ``names[block]`` say another first token, in a header that is right in itself."""
@@ -234,8 +248,7 @@ class StoreProcess:
         self, names: Sequence[bytes], block: int, change: Callable[[bytes], Iterable[int]]
     ) -> None:
         """Write other bytes where ``names[block]``, header and payload, lies in the store."""
-        address = self.url.partition("?")[0].removeprefix("kvrelay://")
-        direct = RemoteStore(address)
+        direct = RemoteStore(self._address)
         found = direct._calls.locate(list(names), 60_000, Deadline.after(20))
         place = arena_in(self.process) + found.offsets[block]
         with open(f"/proc/{self.process.pid}/mem", "r+b", buffering=0) as memory:

@@ -47,9 +47,18 @@ def ranks(
     server.close()
 
 
-def test_each_rank_loads_what_it_saved(ranks: VllmServer) -> None:
+def chains_of(tokens: list[int]) -> list[list[bytes]]:
+    """Names of the full blocks of ``tokens``, for each rank."""
+    spaces = [HeadShards(RANKS, RANKS).namespace(WHOLE, rank) for rank in range(RANKS)]
+    return [Namer(space).chain(tokens, BLOCK) for space in spaces]
+
+
+def test_each_rank_loads_what_it_saved(ranks: VllmServer, store: StoreProcess) -> None:
     cold = [ranks.complete(tokens) for tokens in PROMPTS]
     assert [answer.account["external"] for answer in cold] == [0] * len(PROMPTS)
+    for tokens in PROMPTS:
+        for chain in chains_of(tokens):
+            store.wait_for(chain)
     ranks.forget()
     warm = [ranks.complete(tokens) for tokens in PROMPTS]
     assert [answer.tokens for answer in warm] == [answer.tokens for answer in cold]
@@ -71,9 +80,11 @@ def test_a_load_counts_if_every_rank_did_it(
 ) -> None:
     tokens = prompt(800 + rank, 300)
     cold = ranks.complete(tokens)
+    chains = chains_of(tokens)
+    for chain in chains:
+        store.wait_for(chain)
     ranks.forget()
-    space = HeadShards(RANKS, RANKS).namespace(WHOLE, rank)
-    store.flip(Namer(space).chain(tokens, BLOCK), 4)
+    store.flip(chains[rank], 4)
     warm = ranks.complete(tokens)
     assert warm.tokens == cold.tokens
     assert warm.account["missed"] == "failed_verification"
