@@ -49,8 +49,8 @@ class CudaGraphs:
     def capture(self, function: Callable[[], object]) -> Graph:
         """See ``GraphRuntime``. The first call compiles kernels, which no capture allows.
 
-        Other threads copy blocks and register memory meanwhile: with torch's own mode their calls
-        would fail, and the capture with them.
+        Other threads copy blocks and register memory during a capture. In torch's default mode
+        these calls would fail, and so would the capture.
         """
         function()
         torch.cuda.synchronize()

@@ -1,8 +1,8 @@
 """Cores that the workers of one machine share: a worker that computes alone uses all of them.
 
-The workers map one file, in which each has a byte that says whether it computes. A worker that
-begins a step divides the cores by the number of those that do. A worker that was killed while it
-computed counts until another takes its byte: the others then use fewer cores than they could.
+The workers map one file, in which each has a byte that says whether it computes. At the start of a
+step a worker divides the cores by the number of workers that compute. The byte of a worker that was
+killed while it computed stays set until another worker takes it: the others use fewer cores then.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 
 from kvrelay.errors import Rejected
 
@@ -39,14 +38,14 @@ class SharedCores:
         try:
             if os.fstat(self._file).st_size < WORKERS:
                 os.ftruncate(self._file, WORKERS)
-            self._place = self._free_place(path)
+            self._place = self._free_place()
             self._computing = mmap.mmap(self._file, WORKERS)
         except (OSError, ValueError) as error:
             os.close(self._file)
             raise Rejected("shared_cores", f"{path}: {error}") from error
         self.rest()
 
-    def _free_place(self, path: str) -> int:
+    def _free_place(self) -> int:
         """The first byte whose lock no process holds; the lock ends with this process."""
         for place in range(WORKERS):
             try:
@@ -70,17 +69,6 @@ class SharedCores:
         self.rest()
         self._computing.close()
         os.close(self._file)
-
-    def __enter__(self) -> SharedCores:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class SharedCoresFile:

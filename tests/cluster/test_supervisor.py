@@ -283,7 +283,7 @@ def test_backoff_doubles_up_to_its_bound() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux has files in memory")
 def test_the_workers_of_a_cluster_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless each has threads of its own, or there is nobody to share with."""
+    """Not with ``--threads``, a single worker, GPUs or vLLM."""
     name = "KVRELAY_SHARED_CORES"
     config = ClusterConfig(port=0, device="cpu", prefill=1, decode=2)
     cluster = Cluster(config)

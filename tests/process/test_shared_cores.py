@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -108,7 +108,7 @@ def test_a_closed_worker_uses_no_core(tmp_path: Path) -> None:
     path = tmp_path / "cores"
     with worker(path) as other:
         before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
-        with SharedCores(str(path), 1, 8, 8) as shared:
+        with closing(SharedCores(str(path), 1, 8, 8)) as shared:
             assert shared.compute() == 8
             assert other.compute() == 4
         assert other.compute() == 8

@@ -211,7 +211,7 @@ def test_a_changed_block_is_computed_again(
 def test_other_tokens_under_a_name_are_computed(
     plain: list[list[int]], served: VllmServer, store: OwnStore
 ) -> None:
-    """All checksums of the block are right: only its tokens are not those that were wanted."""
+    """The block's checksums are right, and its tokens are others than the wanted ones."""
     tokens = PROMPTS[-2]
     served.complete(tokens)
     served.forget()

@@ -204,17 +204,19 @@ def _names(raw: Mapping[str, JSON]) -> Iterator[str]:
     layers = raw.get("num_hidden_layers")
     if not isinstance(kinds, list) or (isinstance(layers, int) and len(kinds) != layers):
         yield _must("layer_types", kinds, f"a list of {layers} names, one for each layer")
-    elif unknown := [kind for kind in kinds if kind not in _layer_types(raw.get("model_type"))]:
+        return
+    known = _layer_types(raw.get("model_type"))
+    if unknown := [kind for kind in kinds if kind not in known]:
         yield f"layer_types names {_shown(unknown[0])}, which `transformers` does not know"
 
 
-def _layer_types(architecture: JSON) -> set[str]:
+def _layer_types(architecture: JSON) -> tuple[str, ...]:
     """All names of layers: not every architecture's own are in the list of `transformers`."""
     try:
         own = CONFIG_MAPPING[str(architecture)]().to_dict().get("layer_types")  # as it is saved
     except FOREIGN:
         own = None
-    return {*ALLOWED_LAYER_TYPES, *(own or ())}
+    return (*ALLOWED_LAYER_TYPES, *(own or ()))
 
 
 def _rope(name: str, value: JSON, raw: Mapping[str, JSON]) -> Iterator[str]:

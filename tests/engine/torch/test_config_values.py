@@ -73,6 +73,7 @@ def refusal(directory: Path) -> str:
         ({"head_dim": True}, "head_dim is true, but must be a whole number"),
         ({"head_dim": 7}, "config.json contradicts itself: RoPE requires an even rotary dimension"),
         ({"hidden_size": [1]}, "hidden_size is [1], but must be a whole number"),
+        ({"layer_types": [{}, []]}, "layer_types names {}, which `transformers` does not know"),
         ({"max_position_embeddings": 0}, "max_position_embeddings is 0, but must be"),
         ({"max_position_embeddings": math.nan}, "max_position_embeddings is NaN, but must be"),
         ({"max_position_embeddings": 10**15}, "max_position_embeddings is 1000000000000000, but"),

@@ -132,7 +132,7 @@ def test_one_of_several(gpu: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of other threads are allowed meanwhile; afterwards the stream is the one before.
+    """Other threads may call CUDA during a capture; after it the current stream is as before.
 
     What is captured has run once before: a capture compiles nothing and creates no cuBLAS.
     """

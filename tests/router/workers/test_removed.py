@@ -1,6 +1,6 @@
 """Workers that a router forgets leave its metrics page, whatever removed them; real processes.
 
-Those that died or hang are counted as lost; those that drained or were taken off the list are not.
+The router counts workers that died or hang as lost, not those that drained or left its list.
 """
 
 from __future__ import annotations
