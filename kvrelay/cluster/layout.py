@@ -29,6 +29,7 @@ FLUSH_SECONDS = 8.0  # for the store to write its memory to disk; see supervisor
 HOST_SHARE = 0.5  # of the memory that is left for the pools of all workers on the CPU
 DEVICE_SHARE = 0.8  # of a GPU's
 LEAST_POOL = 64 << 20
+WORKERS = ("prefill", "decode")
 JOURNAL = PREFIX + "JOURNAL"
 NVIDIA = Path("/dev/nvidiactl")
 MODULES = {
@@ -224,7 +225,7 @@ def _spec(
 ) -> ProcessSpec:
     if metrics is not None:
         others += (WantedPort(LOOPBACK, metrics, "metrics_port"),)
-    worker = role in ("prefill", "decode")
+    worker = role in WORKERS
     spec = ProcessSpec(
         role=role,
         index=index,
@@ -290,7 +291,7 @@ def environ_of(
 
 def _own_gpu(config: ClusterConfig, spec: ProcessSpec) -> dict[str, str]:
     """The one GPU that a worker sees: prefill workers come first, then decode workers."""
-    if not config.gpus or spec.role not in ("prefill", "decode"):
+    if not config.gpus or spec.role not in WORKERS:
         return {}
     number = spec.index + (config.prefill if spec.role == "decode" else 0)
     return {"CUDA_VISIBLE_DEVICES": config.gpus[number % len(config.gpus)]}

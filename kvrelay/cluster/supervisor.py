@@ -21,7 +21,7 @@ from types import TracebackType
 
 from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.fleet_key import kept_key
-from kvrelay.cluster.layout import process_specs, shares_cores
+from kvrelay.cluster.layout import WORKERS, process_specs, shares_cores
 from kvrelay.cluster.ports import ReservedPorts, WantedPort
 from kvrelay.cluster.process import ProcessSpec, RestartBackoff, SupervisedProcess
 from kvrelay.cluster.readiness import ReadinessProbe
@@ -41,7 +41,6 @@ STOP_SECONDS = 12.0  # a little more than a worker's default grace for open requ
 STOP_MARGIN = 2.0
 KILL_SECONDS = 5.0  # to end after SIGKILL
 TAIL_SHOWN = 12
-WORKERS = ("prefill", "decode")
 SHARED_CORES = PREFIX + "SHARED_CORES"
 
 
