@@ -9,10 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvrelay.cli.demo import kill
+from kvrelay.cli.demo.kill import Killer, kill_demo, prompt_of
 from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.layout import ROOT
 from kvrelay.cluster.supervisor import Cluster
-from kvrelay.recall.facts import document, question
+from kvrelay.recall.facts import Document, document, question
 from kvrelay.recall.prompt import prompt
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -63,6 +65,27 @@ def test_a_killed_process_changes_no_token_of_the_demo(target: str) -> None:
         *_, lost, taken_over = report["hops"]
         assert lost["lost"]
         assert report["computed_again"] == taken_over["computed"] - 1
+
+
+def test_a_demo_that_kills_too_late_takes_another_prompt(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts: list[str] = []
+
+    class Late(Killer):
+        def on_tokens(self, count: int) -> None:
+            if len(prompts) == 3:
+                super().on_tokens(count)
+
+    def recorded(text: Document, target: str, attempt: int) -> str:
+        prompts.append(prompt_of(text, target, attempt))
+        return prompts[-1]
+
+    monkeypatch.setattr(kill, "Killer", Late)
+    monkeypatch.setattr(kill, "prompt_of", recorded)
+    assert kill_demo("store", cluster, document(1, 200), quiet=True) == 0
+    assert json.loads(capsys.readouterr().out)["killed"] == "store"
+    assert len({text[:32] for text in prompts}) == 3, "no try finds blocks of another"
 
 
 def test_generate_streams_text_from_standard_input(cluster: Cluster) -> None:
