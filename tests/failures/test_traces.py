@@ -99,49 +99,48 @@ def test_a_request_over_http_is_one_trace(traced: Rig, spans: Collector) -> None
     url = f"{traced.cluster.http}/v1/completions"
     answer = httpx2.post(url, json=body, headers=trace_headers(trace), timeout=SECONDS).json()
 
-    def complete(tree: Sequence[Seen]) -> bool:
-        servers = {span.service for span in tree if span.kind == "server"}
-        here = {"kvrelay-router", "kvrelay-prefill", "kvrelay-decode", "kvrelay-store"}
-        return servers == here and len(named(tree, "store", "Lookup")) == 2
+    def check(tree: Sequence[Seen]) -> None:
+        door = only(tree, "router", "POST /v1/completions")
+        check_tree(tree, door)
+        assert door.kind == "server"
+        assert door.attributes["http.response.status_code"] == 200
+        (request,) = (span for span in tree if span.parent == door.id)
+        assert request.name == f"text_completion {traced.model.name}"
+        before = ["tokenize", "queue", "placement", "prefill leg"]
+        assert children(tree, request) == [*before, "placement", "decode leg"]
+        prefill, decode = only(tree, "router", "prefill leg"), only(tree, "router", "decode leg")
+        assert children(tree, prefill) == ["prefill"]
+        assert children(tree, decode) == ["decode"]
+        served = only(tree, "prefill", "prefill")
+        assert children(tree, served) == ["queue", "lookup", "compute", "save"]
+        decoded = only(tree, "decode", "decode")
+        assert set(children(tree, decoded)) == {"queue", "lookup", "load", "compute"}
+        assert set(children(tree, served, store=True)) == {"store lookup", "store put"}
+        assert {"store lookup", "store get"} <= set(children(tree, decoded, store=True))
+        put = next(span for span in tree if span.name == "store put")
+        assert children(tree, put, store=True) == ["PutSmall"]
+        asked, found = named(tree, "store", "Lookup")
+        assert asked.attributes["kvrelay.blocks.found"] == 0
+        assert found.attributes["kvrelay.blocks.found"] == -(100 // -BLOCK)
+        lookup = only(tree, "decode", "lookup")
+        assert lookup.begin <= found.begin <= found.end <= lookup.end
+        usage = answer["usage"]
+        assert request.attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"] == 100
+        assert request.attributes["gen_ai.usage.output_tokens"] == usage["completion_tokens"] == 20
+        assert request.attributes["gen_ai.usage.cache_read.input_tokens"] == 0
+        assert request.attributes["gen_ai.response.finish_reasons"] == ["length"]
+        assert request.attributes["gen_ai.request.max_tokens"] == 20
+        assert request.attributes["gen_ai.response.id"] == trace
+        assert only(tree, "prefill", "compute").attributes["kvrelay.tokens.computed"] == 100
+        load = only(tree, "decode", "load").attributes
+        assert (
+            load["kvrelay.tokens.external"] == decode.attributes["kvrelay.tokens.external"] == 100
+        )
+        saved = only(tree, "prefill", "save").attributes["kvrelay.tokens.saved"]
+        assert saved == prefill.attributes["kvrelay.tokens.saved"] == 100
+        assert not any("error.type" in span.attributes for span in tree)
 
-    tree = spans.of(trace, complete)
-    door = only(tree, "router", "POST /v1/completions")
-    check_tree(tree, door)
-    assert door.kind == "server"
-    assert door.attributes["http.response.status_code"] == 200
-    (request,) = (span for span in tree if span.parent == door.id)
-    assert request.name == f"text_completion {traced.model.name}"
-    before = ["tokenize", "queue", "placement", "prefill leg"]
-    assert children(tree, request) == [*before, "placement", "decode leg"]
-    prefill, decode = only(tree, "router", "prefill leg"), only(tree, "router", "decode leg")
-    assert children(tree, prefill) == ["prefill"]
-    assert children(tree, decode) == ["decode"]
-    served = only(tree, "prefill", "prefill")
-    assert children(tree, served) == ["queue", "lookup", "compute", "save"]
-    decoded = only(tree, "decode", "decode")
-    assert set(children(tree, decoded)) == {"queue", "lookup", "load", "compute"}
-    assert set(children(tree, served, store=True)) == {"store lookup", "store put"}
-    assert {"store lookup", "store get"} <= set(children(tree, decoded, store=True))
-    put = next(span for span in tree if span.name == "store put")
-    assert children(tree, put, store=True) == ["PutSmall"]
-    asked, found = named(tree, "store", "Lookup")
-    assert asked.attributes["kvrelay.blocks.found"] == 0
-    assert found.attributes["kvrelay.blocks.found"] == -(100 // -BLOCK)
-    lookup = only(tree, "decode", "lookup")
-    assert lookup.begin <= found.begin <= found.end <= lookup.end
-    usage = answer["usage"]
-    assert request.attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"] == 100
-    assert request.attributes["gen_ai.usage.output_tokens"] == usage["completion_tokens"] == 20
-    assert request.attributes["gen_ai.usage.cache_read.input_tokens"] == 0
-    assert request.attributes["gen_ai.response.finish_reasons"] == ["length"]
-    assert request.attributes["gen_ai.request.max_tokens"] == 20
-    assert request.attributes["gen_ai.response.id"] == trace
-    assert only(tree, "prefill", "compute").attributes["kvrelay.tokens.computed"] == 100
-    load = only(tree, "decode", "load").attributes
-    assert load["kvrelay.tokens.external"] == decode.attributes["kvrelay.tokens.external"] == 100
-    saved = only(tree, "prefill", "save").attributes["kvrelay.tokens.saved"]
-    assert saved == prefill.attributes["kvrelay.tokens.saved"] == 100
-    assert not any("error.type" in span.attributes for span in tree)
+    spans.of(trace, check)
 
 
 async def over_grpc(
@@ -176,34 +175,30 @@ def test_a_stream_whose_workers_were_killed_shows_every_leg(traced: Rig, spans: 
     def legs_of(tree: Sequence[Seen]) -> list[Seen]:
         return [span for span in tree if span.kind == "client" and not of_store(span)]
 
-    def complete(tree: Sequence[Seen]) -> bool:
-        reported = [leg for leg in legs_of(tree) if not leg.attributes["kvrelay.leg.lost"]]
-        return bool(
-            named(tree, "router", GENERATE) and all(children(tree, leg) for leg in reported)
-        )
+    def check(tree: Sequence[Seen]) -> None:
+        door = only(tree, "router", GENERATE)
+        check_tree(tree, door, killed=True)
+        (request,) = (span for span in tree if span.parent == door.id)
+        legs = legs_of(tree)
+        assert all(leg.parent == request.id for leg in legs)
+        assert len(legs) == len(usage.legs) >= 3
+        for leg, account in zip(legs, usage.legs, strict=True):
+            role = types_pb2.Role.Name(account.role).removeprefix("ROLE_").lower()
+            assert leg.name == f"{role} leg"
+            place = f"{leg.attributes['server.address']}:{leg.attributes['server.port']}"
+            assert place == account.address
+            assert leg.attributes["kvrelay.leg.lost"] == leg.failed == account.lost
+            assert leg.attributes["kvrelay.tokens.generated"] == account.generated
+            if not account.lost:
+                assert counts(leg) == {name: getattr(account, name) for name in COUNTS}
+                assert children(tree, leg) == [role]
+        assert any(leg.failed for leg in legs)
+        assert sum(account.generated for account in usage.legs) == 300
+        assert request.attributes["gen_ai.usage.output_tokens"] == usage.completion_tokens == 300
+        assert request.attributes["gen_ai.usage.input_tokens"] == usage.prompt_tokens == 60
+        assert not request.failed
 
-    tree = spans.of(trace, complete)
-    door = only(tree, "router", GENERATE)
-    check_tree(tree, door, killed=True)
-    (request,) = (span for span in tree if span.parent == door.id)
-    legs = legs_of(tree)
-    assert all(leg.parent == request.id for leg in legs)
-    assert len(legs) == len(usage.legs) >= 3
-    for leg, account in zip(legs, usage.legs, strict=True):
-        role = types_pb2.Role.Name(account.role).removeprefix("ROLE_").lower()
-        assert leg.name == f"{role} leg"
-        place = f"{leg.attributes['server.address']}:{leg.attributes['server.port']}"
-        assert place == account.address
-        assert leg.attributes["kvrelay.leg.lost"] == leg.failed == account.lost
-        assert leg.attributes["kvrelay.tokens.generated"] == account.generated
-        if not account.lost:
-            assert counts(leg) == {name: getattr(account, name) for name in COUNTS}
-            assert children(tree, leg) == [role]
-    assert any(leg.failed for leg in legs)
-    assert sum(account.generated for account in usage.legs) == 300
-    assert request.attributes["gen_ai.usage.output_tokens"] == usage.completion_tokens == 300
-    assert request.attributes["gen_ai.usage.input_tokens"] == usage.prompt_tokens == 60
-    assert not request.failed
+    spans.of(trace, check)
 
 
 def test_a_client_that_leaves_shows_how_far_the_legs_came(traced: Rig, spans: Collector) -> None:
@@ -225,22 +220,21 @@ def test_a_client_that_leaves_shows_how_far_the_legs_came(traced: Rig, spans: Co
 
     tokens = asyncio.run(leave())
 
-    def complete(tree: Sequence[Seen]) -> bool:
-        return bool(named(tree, "decode", "compute") and named(tree, "router", GENERATE))
+    def check(tree: Sequence[Seen]) -> None:
+        check_tree(tree, only(tree, "router", GENERATE))
+        leg, decoded = only(tree, "router", "decode leg"), only(tree, "decode", "decode")
+        for span in (leg, decoded):
+            assert span.attributes["error.type"] == "cancelled"
+            assert not span.failed
+        assert set(children(tree, decoded)) == {"queue", "lookup", "load", "compute"}
+        compute = only(tree, "decode", "compute")
+        generated = int(str(compute.attributes["kvrelay.tokens.generated"]))
+        assert tokens - 1 <= generated < 899  # the first token is that of the prefill leg
+        assert only(tree, "decode", "load").attributes["kvrelay.tokens.external"] == 60
+        assert "error.type" not in only(tree, "prefill", "prefill").attributes
 
-    tree = spans.of(trace, complete)
+    spans.of(trace, check)
     traced.gate.open()
-    check_tree(tree, only(tree, "router", GENERATE))
-    leg, decoded = only(tree, "router", "decode leg"), only(tree, "decode", "decode")
-    for span in (leg, decoded):
-        assert span.attributes["error.type"] == "cancelled"
-        assert not span.failed
-    assert set(children(tree, decoded)) == {"queue", "lookup", "load", "compute"}
-    compute = only(tree, "decode", "compute")
-    generated = int(str(compute.attributes["kvrelay.tokens.generated"]))
-    assert tokens - 1 <= generated < 899  # the first token is that of the prefill leg
-    assert only(tree, "decode", "load").attributes["kvrelay.tokens.external"] == 60
-    assert "error.type" not in only(tree, "prefill", "prefill").attributes
 
 
 @pytest.mark.parametrize("hangs", [True, pytest.param(False, marks=pytest.mark.slow)])
