@@ -79,8 +79,10 @@ def check_sums(seen: Scrape, legs: Sequence[LegUsage]) -> None:
     assert seen("prompt_tokens") == sum(leg.length for leg in legs)
     assert seen("prefix_cache_hits") == sum(leg.local for leg in legs)
     assert seen("external_prefix_cache_hits") == sum(leg.external for leg in legs)
-    asked = [leg.length - leg.local for leg in legs if leg.local < leg.length - 1]
-    assert seen("external_prefix_cache_queries") == sum(asked)
+    asked = [leg.length - leg.local if leg.local < leg.length - 1 else 0 for leg in legs]
+    # An admission whose load a preemption gave up had asked too, with fewer local hits.
+    most = [leg.length if leg.preemptions else sure for leg, sure in zip(legs, asked, strict=True)]
+    assert sum(asked) <= seen("external_prefix_cache_queries") <= sum(most)
     assert seen("failed_load_tokens") == sum(leg.failed for leg in legs)
     assert seen("recomputed_tokens") == sum(leg.recomputed for leg in legs)
     assert seen("num_preemptions") == sum(leg.preemptions for leg in legs)

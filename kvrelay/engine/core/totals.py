@@ -68,7 +68,7 @@ class Totals:
         )
 
     def with_question(self, tokens: int) -> Totals:
-        """The first admission of a leg looked up ``tokens`` in the store."""
+        """An admission of a leg that has not run looked up ``tokens`` more than those before it."""
         return replace(self, asked=self.asked + tokens)
 
     def with_load(self, failed: int, late: int) -> Totals:
