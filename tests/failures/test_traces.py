@@ -100,6 +100,9 @@ def test_a_request_over_http_is_one_trace(traced: Rig, spans: Collector) -> None
     answer = httpx2.post(url, json=body, headers=trace_headers(trace), timeout=SECONDS).json()
 
     def check(tree: Sequence[Seen]) -> None:
+        servers = {span.service for span in tree if span.kind == "server"}
+        here = {"kvrelay-router", "kvrelay-prefill", "kvrelay-decode", "kvrelay-store"}
+        assert servers == here
         door = only(tree, "router", "POST /v1/completions")
         check_tree(tree, door)
         assert door.kind == "server"

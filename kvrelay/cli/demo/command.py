@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from kvrelay.cli.demo.flow import WIDTH, WrappedOutput
-from kvrelay.cli.demo.kill import TARGETS, Killer, kill_demo, names_of
+from kvrelay.cli.demo.kill import KILL_TRIES, TARGETS, Killer, kill_demo, names_of
 from kvrelay.cli.demo.questions import AnsweredQuestion, DemoPlan, describe, legs_json, read_answer
 from kvrelay.cli.demo.warm_up import warm_up
 from kvrelay.cli.screen import paint, print_out, table
@@ -37,7 +37,6 @@ it, token for token, with an undisturbed run."""
 MAX_TOKENS = 16
 NOTICE_SECONDS = 10.0
 KILL_AT = 2  # tokens: the first one is the prefill worker's
-KILL_TRIES = 5
 KIND = {
     "cold": ("computed", "yellow"),
     "local": ("found in its pool", "green"),

@@ -6,6 +6,7 @@ import uuid
 
 import grpc
 
+from kvrelay.cluster.layout import WORKERS
 from kvrelay.cluster.supervisor import Cluster
 from kvrelay.rpc.channel import open_sync_channel
 from kvrelay.rpc.status import from_rpc_error
@@ -18,7 +19,7 @@ SECONDS = 60.0
 
 def warm_up(cluster: Cluster) -> None:
     """The first worker computes the prompt, the others load it: both paths then have run once."""
-    for role in ("prefill", "decode"):
+    for role in WORKERS:
         for address in cluster.addresses(role):
             try:
                 _run_leg(role, address)
