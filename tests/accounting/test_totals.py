@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
+from kvrelay.engine.core.legs import Leg, Legs
 from kvrelay.engine.core.plan import Committed, Output
-from kvrelay.engine.core.request import Admission, Finish, Order, Request
+from kvrelay.engine.core.request import Admission, Finish, Order, Request, Residency
 from kvrelay.engine.core.totals import Totals
+from kvrelay.sampling import Sampling
 from kvrelay.usage import Miss, MissedBlocks
 
 OUTPUT = Output(Request.of(Order("r", (1,), 1, 9)), 5, None)
@@ -29,6 +33,22 @@ def test_every_event_adds_to_what_was_there() -> None:
     assert totals.asked == 32
     assert totals.finished == {"stop": 1, "handoff": 2}
     assert totals.adds_up
+
+
+@pytest.mark.parametrize(("hits", "asked"), [((0, 8), [20, 20]), ((8, 0), [12, 20])])
+def test_of_admissions_before_a_leg_runs_the_largest_question_counts(
+    hits: tuple[int, int], asked: list[int]
+) -> None:
+    """A preemption gives up the load of the first one; the next finds more or less of its own."""
+    legs, request = Legs(4), Request.of(Order("r", tuple(range(20)), 20, 1))
+    leg = Leg(request, Sampling(), None, 0.0)
+    legs.add(leg)
+    seen: list[int] = []
+    for epoch, local in enumerate(hits, 1):
+        request.residency = Residency(Admission(epoch, 20, local, 4), [], local)
+        legs.note_admission(leg, None, 0.0)
+        seen.append(legs.totals.asked)
+    assert seen == asked
 
 
 def test_sums_that_cannot_be_do_not_add_up() -> None:

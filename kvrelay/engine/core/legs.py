@@ -51,7 +51,7 @@ class Leg:
     trace: LegTrace | None = None
     admitted: float | None = None
     lookup: tuple[float, float] | None = None  # of the first admission: begin and end
-    asked: int = 0  # tokens looked up for the first admission
+    asked: int = 0  # most tokens that an admission looked up before the leg ran
     miss: Miss | None = None  # why the lookup of the first admission found no more
     first: Admitted | None = None
     running: float | None = None
