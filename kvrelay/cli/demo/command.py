@@ -6,7 +6,7 @@ import json
 import signal
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -36,7 +36,6 @@ With --kill it shows one long answer instead, kills a process in the middle of i
 it, token for token, with an undisturbed run."""
 MAX_TOKENS = 16
 NOTICE_SECONDS = 10.0
-KILL_AT = 2  # tokens: the first one is the prefill worker's
 KIND = {
     "cold": ("computed", "yellow"),
     "local": ("found in its pool", "green"),
@@ -147,28 +146,24 @@ class Demo:
             done.append((self._ask_and_kill if kills else self._ask)(client, asked))
         return done
 
-    def _ask(
-        self,
-        client: Client,
-        asked: FactQuestion,
-        on_tokens: Callable[[int], None] = lambda count: None,
-    ) -> AnsweredQuestion:
+    def _ask(self, client: Client, asked: FactQuestion) -> AnsweredQuestion:
         """Ask one question greedily, and show the answer and its cost."""
         prompt = self._plan.prompt(asked)
         stream = client.generate(prompt=prompt, max_tokens=MAX_TOKENS, temperature=0.0)
-        answer = read_answer(stream, self._flow, on_tokens)
+        answer = read_answer(stream, self._flow)
         done = AnsweredQuestion(asked, answer)
         self._show_cost(done)
         return done
 
     def _ask_and_kill(self, client: Client, asked: FactQuestion) -> AnsweredQuestion:
-        """Kill the decode worker in mid-answer; ask again if the answer was complete before."""
+        """Kill the decode worker that got the answer; ask again if none had it yet."""
         for _ in range(KILL_TRIES):
-            killer = Killer("decode", self._cluster, client, self._flow, KILL_AT)
-            done = self._ask(client, asked, killer.on_tokens)
+            killer = Killer("decode", self._cluster, client, self._flow)
+            with killer.watch(hold=True):
+                done = self._ask(client, asked)
             if done.answer.lost:
                 break
-            self._say("   The answer was complete before the kill; the same question again:")
+            self._say("   The kill hit no answer; the same question again:")
             self._cluster.wait()
         return done
 

@@ -7,13 +7,14 @@ the same; they are sampled, with a seed.
 from __future__ import annotations
 
 import json
+import math
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from signal import SIGKILL
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from signal import SIGCONT, SIGKILL, SIGSTOP
 
 from kvrelay.cli.demo.flow import WrappedOutput
 from kvrelay.cli.demo.questions import TimedAnswer, describe, legs_json, read_answer
@@ -29,6 +30,7 @@ KILL_AT = TOKENS // 8  # the client is some tokens behind the worker
 PROMPT_CHARACTERS = 2000
 LONG_PROMPT = 4500  # takes some 80 ms, long enough to kill its prefill worker
 POLL_SECONDS = 0.002
+HOLD_SECONDS = 1.0  # at most, should no worker get the request
 KILL_TRIES = 5
 
 
@@ -36,44 +38,54 @@ KILL_TRIES = 5
 class Killer:
     """Kills one process, once: the store, or the worker that serves the request then.
 
-    The killer must be the only one with a request in the cluster. For a prefill worker use
-    ``watch``; the other targets are killed when the answer has ``kill_at`` tokens.
+    The killer must be the only one with a request in the cluster.
     """
 
     target: str
     cluster: Cluster
     client: Client
     flow: WrappedOutput
-    kill_at: int = KILL_AT
     killed: SupervisedProcess | None = None
     at: float = 0.0
-    _ended: threading.Event = field(default_factory=threading.Event)
 
     def on_tokens(self, count: int) -> None:
-        """Kill in the middle of the answer."""
-        if self.target != "prefill" and self.killed is None and count >= self.kill_at:
+        """Kill in the middle of a long answer."""
+        if self.killed is None and count >= KILL_AT:
             self._kill()
 
     @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Kill a prefill worker in the middle of the prompt that is sent inside this block."""
-        thread = threading.Thread(target=self._poll, daemon=True)
+    def watch(self, hold: bool = False) -> Iterator[None]:
+        """Kill the worker that gets the request which is sent inside this block.
+
+        ``hold`` stops the role's workers until then, so that no answer is too short for it.
+        """
+        workers = [
+            self.cluster.named(one.name) for one in self.cluster.specs if one.role == self.target
+        ]
+        held = workers if hold else []
+        for process in held:
+            process.send(SIGSTOP)
+        ended = threading.Event()
+        thread = threading.Thread(target=self._poll, args=(ended, held), daemon=True)
         thread.start()
         try:
             yield
         finally:
-            self._ended.set()
+            ended.set()
             thread.join()
 
     def struck(self, answer: TimedAnswer) -> bool:
         """Whether the process was killed while it served the request."""
         return self.killed is not None and (self.target == "store" or answer.lost)
 
-    def _poll(self) -> None:
-        while self.target == "prefill" and self.killed is None:
-            self._kill()
-            if self._ended.wait(POLL_SECONDS):
-                return
+    def _poll(self, ended: threading.Event, held: Sequence[SupervisedProcess]) -> None:
+        last = time.monotonic() + (HOLD_SECONDS if held else math.inf)
+        try:
+            while self.killed is None and time.monotonic() < last and not ended.wait(POLL_SECONDS):
+                self._kill()
+        finally:
+            for process in held:
+                process.send(SIGCONT)
 
     def _serving(self) -> SupervisedProcess | None:
         if self.target == "store":
@@ -107,7 +119,7 @@ def kill_demo(target: str, cluster: Cluster, document: Document, quiet: bool) ->
             prompt, flow = prompt_of(document, target, attempt), WrappedOutput(quiet)
             show(introduction(prompt))
             killer = Killer(target, cluster, client, flow)
-            with killer.watch():
+            with killer.watch() if target == "prefill" else nullcontext():
                 disturbed = ask(client, prompt, flow, killer.on_tokens)
             flow.end()
             lines = (f"  {describe(leg, names[leg.address])}" for leg in disturbed.legs)
