@@ -12,6 +12,7 @@ import pytest
 from kvrelay.block import Namer, Namespace
 from kvrelay.connector.store import StoreConnector
 from kvrelay.engine.core.external import BlockContent, Load, Loaded, Save, Saved, TransferEvent
+from kvrelay.engine.vllm.kv import host_copies
 from kvrelay.engine.vllm.kv.host_copies import HostBatch, HostCopies
 from kvrelay.engine.vllm.kv.layout import learn_layout
 from kvrelay.engine.vllm.kv.pages import HostPages, PageShape
@@ -83,6 +84,15 @@ class Engine:
         return bytes(self.pages.read(COUNT + 1 + number, COUNTS[number]))
 
 
+@pytest.fixture(params=["alone", "helped"])
+def helpers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether other threads copy: they do for large blocks on more than one core."""
+    helped: bool = request.param == "helped"
+    monkeypatch.setattr(host_copies, "available_cores", lambda: 4 if helped else 1)
+    monkeypatch.setattr(host_copies, "LARGE", 1)
+    return helped
+
+
 @pytest.fixture
 def service() -> Iterator[tuple[subprocess.Popen[str], str]]:
     process, url = start_service("--budget=16MiB")
@@ -91,7 +101,9 @@ def service() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 @pytest.fixture
-def engine(service: tuple[subprocess.Popen[str], str]) -> Iterator[Callable[[str], Engine]]:
+def engine(
+    service: tuple[subprocess.Popen[str], str], helpers: bool
+) -> Iterator[Callable[[str], Engine]]:
     made: list[Engine] = []
 
     def make(transport: str) -> Engine:
@@ -149,3 +161,81 @@ def test_no_byte_of_a_wrong_block_reaches_the_pages(
     assert (event.valid, event.missed) == (2 * SIZE, Miss.FAILED_VERIFICATION)
     assert [one.loaded(number) for number in range(2)] == one.payloads[:2]
     assert not any(one.loaded(2))
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("transport", ["shm", "socket", "grpc"])
+def test_a_store_killed_in_the_middle_of_a_load(
+    engine: Callable[[str], Engine],
+    service: tuple[subprocess.Popen[str], str],
+    transport: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The load ends, and what it counts is right."""
+    one = engine(transport)
+    assert one.save() == COUNT
+    usual = HostPages.write
+
+    def write(self: HostPages, block: int, count: int, payload: memoryview) -> None:
+        if block == COUNT + 2:
+            stop(service[0])
+        usual(self, block, count, payload)
+
+    monkeypatch.setattr(HostPages, "write", write)
+    event = one.load()
+    whole = event.valid // SIZE
+    assert event.missed is None or event.valid < len(TOKENS)
+    assert [one.loaded(number) for number in range(whole)] == one.payloads[:whole]
+
+
+class HeldPages(HostPages):
+    """Pages whose first write waits; ``writers`` are the threads of all writes."""
+
+    def __init__(self) -> None:
+        tensors = caches(SHAPE)
+        super().__init__(
+            SHAPE, tensors, learn_layout(FakeLayer(TilesWriter()), tensors[0], SHAPE.head_dim)
+        )
+        self.begun = threading.Event()
+        self.go = threading.Event()
+        self.writers: list[str] = []
+
+    def write(self, block: int, count: int, payload: memoryview) -> None:
+        self.writers.append(threading.current_thread().name)
+        if block == 1:
+            self.begun.set()
+            assert self.go.wait(TIMEOUT)
+        super().write(block, count, payload)
+
+
+@pytest.mark.parametrize("helpers", ["helped"], indirect=True)
+def test_a_batch_ends_after_its_last_copy(helpers: bool) -> None:
+    """Its caller copies what no helper has begun, and waits for the one that runs."""
+    pages = HeldPages()
+    pages.go.set()
+    copies = HostCopies(pages)
+    payload = memoryview(np.random.default_rng(3).bytes(pages.nbytes(SIZE)))
+    with copies.loading() as batch:
+        assert all(batch.load(block, SIZE, payload) for block in range(2, 5))
+    assert all(pages.read(block, SIZE) == payload for block in range(2, 5))
+
+    pages.go.clear()
+    batch = copies.loading()
+    batch.load(1, SIZE, payload)
+    assert pages.begun.wait(TIMEOUT)
+    settling = threading.Thread(target=batch.settle, daemon=True)
+    settling.start()
+    assert pages.read(1, SIZE) != payload
+    assert settling.is_alive()
+    pages.go.set()
+    settling.join(TIMEOUT)
+    assert pages.read(1, SIZE) == payload
+    assert pages.writers[-1].startswith("page-copy")
+
+
+@pytest.mark.parametrize("helpers", ["helped"], indirect=True)
+def test_an_error_of_a_copy_is_that_of_its_batch(helpers: bool) -> None:
+    batch = HostCopies(HeldPages()).loading()
+    batch.load(2, SIZE, memoryview(b"short"))
+    with pytest.raises(ValueError, match="payload"):
+        batch.settle()

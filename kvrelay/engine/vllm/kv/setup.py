@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -36,6 +36,8 @@ from kvrelay.rpc.security.policy import INSECURE, Security, install, installed
 from kvstore.client.connect import connect
 
 NO_STORE = "none"
+HELD_SHARE = 4
+"""Saves that wait hold at most one block of vLLM's pool in so many: vLLM computes with the rest."""
 PATIENCE_SECONDS = 0.002
 
 
@@ -163,7 +165,10 @@ class Setup:
         self, namespace: Namespace, namer: Namer, pages: PageMemory | NoPages
     ) -> StoreConnector:
         key = BlockKey.of(self._security.credentials.fleet_key)
+        pool = pages.shape.num_blocks * pages.nbytes(pages.shape.block_size)
         options = ConnectorOptions(key=key)
+        pending = min(options.max_pending_save_bytes, pool // HELD_SHARE)
+        options = replace(options, max_pending_save_bytes=pending)
         store = connect(self.config.store)
         copies = HostCopies(pages) if isinstance(pages, HostPages) else None
         return StoreConnector(store, namer, namespace, pages, options, copies=copies)
