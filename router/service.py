@@ -20,15 +20,15 @@ from kvrelay.process import logs
 from kvrelay.rpc import tracing
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.security.identity import Tenant, caller
+from kvrelay.rpc.server.connections import network_of_peer
 from kvrelay.rpc.server.errors import Read, reads_late
-from kvrelay.rpc.status import code_of
 from kvrelay.rpc.tracing import Span
 from kvrelay.text.structured import GrammarCompiler
 from kvrelay.text.tokenizer import Tokenizer, eos_token_ids
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router.config import RouterConfig
 from router.generate.generation import SharedParts
-from router.generate.record import Door, RequestRecord
+from router.generate.record import Door, RequestRecord, name_of
 from router.generate.request import (
     InboundCall,
     build,
@@ -49,7 +49,7 @@ from router.placement.placer import Placer
 from router.queue.gate import QueueGate
 from router.queue.grammars import GrammarChecks
 from router.queue.hints import HintQueue
-from router.queue.inbox import Inbound, Inbox
+from router.queue.inbox import Inbound, Inbox, Sender
 from router.queue.prompts import PromptTokenizer
 from router.queue.quotas import QuotaHold, Quotas
 from router.queue.reasoning import ReasoningSupport
@@ -83,7 +83,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self.registry = registry
         self.quotas = Quotas(time.monotonic)
         self.latency = RequestHistograms()
-        semaphores = self.inbox.semaphore, threads.semaphore
+        semaphores = self.inbox.semaphore, self.inbox.small, threads.semaphore
         self.gate = QueueGate(registry, semaphores, config, self.latency.queue.observe)
         self.placer = Placer(registry, config)
         self.hints = HintQueue(enabled=config.store is not None)
@@ -124,7 +124,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             tracing.serving(GENERATE, headers, about) as span,
             self.counted(tenant, "grpc", context.peer()) as record,
         ):
-            call = InboundCall(tenant, deadline, receive, span=span)
+            sender = Sender(tenant, network_of_peer(context.peer()))
+            call = InboundCall(sender, deadline, receive, span=span)
             async with aclosing(self.serve(call, record)) as responses:
                 async for response in responses:
                     yield response
@@ -135,9 +136,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         record, ended = RequestRecord(tenant, door, peer), "cancelled"
         try:
             yield record
-            ended = "finished" if record.error is None else _name_of(record.error)
+            ended = record.failed or "finished"
         except KvrelayError as error:
-            ended = _name_of(error)
+            ended = name_of(error)
             raise
         except Exception:
             ended = "internal"
@@ -270,7 +271,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         if call.counted:
             yield await call.read()
             return
-        async with self.inbox.received(call.read, call.tenant, call.deadline) as inbound:
+        async with self.inbox.received(call.read, call.sender, call.deadline) as inbound:
             yield inbound
 
     async def tokenize(self, call: InboundCall) -> tuple[int, ...]:
@@ -320,8 +321,3 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         if response.HasField("usage"):
             totals.prompt_tokens += response.usage.prompt_tokens
             totals.cached_prompt_tokens += response.usage.cached_prompt_tokens
-
-
-def _name_of(error: KvrelayError) -> str:
-    """How a request ended that this error ended."""
-    return code_of(error).name.lower()

@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 from kvrelay.errors import KvrelayError
 from kvrelay.process import logs
 from kvrelay.rpc.security.identity import Tenant
+from kvrelay.rpc.status import code_of
 from kvrelay.v1 import router_pb2
 
 Door: TypeAlias = Literal["grpc", "http"]
@@ -22,12 +23,13 @@ log.setLevel(logging.INFO)  # written at any --log-level
 
 class RequestRecord:
     """One call of ``Generate``, or one HTTP request with all its prompts. ``peer``: the client's
-    address. ``error``: what the client received instead of an answer.
+    address. ``failed``: the status that the client received instead of an answer. The error itself
+    would keep the frames that it passed, and the message in them, until a garbage collection.
     """
 
     def __init__(self, tenant: Tenant, door: Door, peer: str) -> None:
         self.tenant = tenant
-        self.error: KvrelayError | None = None
+        self.failed: str | None = None
         self._door = door
         self._peer = peer
         self._since = time.monotonic()
@@ -36,6 +38,10 @@ class RequestRecord:
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._legs = 0
+
+    def fail(self, error: KvrelayError) -> None:
+        """The client receives this error."""
+        self.failed = name_of(error)
 
     def take(self, response: router_pb2.GenerateResponse) -> None:
         """A response that goes to the client."""
@@ -64,6 +70,11 @@ class RequestRecord:
         request_id = logs.served()
         shown = " ".join(f"{name}={_shown(value)}" for name, value in fields.items())
         log.info("access %s %s", request_id or "-", shown, extra=logs.about(request_id, **fields))
+
+
+def name_of(error: KvrelayError) -> str:
+    """How a request ended that this error ended."""
+    return code_of(error).name.lower()
 
 
 def _shown(value: object) -> object:

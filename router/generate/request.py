@@ -20,7 +20,7 @@ from kvrelay.sampling import DEFAULT_MAX_TOKENS, MAX_SAMPLES, SEEDS, stored_posi
 from kvrelay.structured import ReasoningStart
 from kvrelay.v1 import router_pb2, types_pb2, worker_pb2
 from router.queue.fair import HIGHEST, LOWEST
-from router.queue.inbox import Read
+from router.queue.inbox import Read, Sender
 from router.queue.tools import ToolUse
 from router.workers.fleet import same_but_numerics, weights_of
 
@@ -103,12 +103,16 @@ class InboundCall:
     has passed every check. ``span``: the span of the HTTP or gRPC request.
     """
 
-    tenant: Tenant
+    sender: Sender
     deadline: Deadline
     read: Read
     counted: bool = False
     span: Span = OFF
     accepted: asyncio.Future[AcceptedRequest] = field(default_factory=asyncio.Future)
+
+    @property
+    def tenant(self) -> Tenant:
+        return self.sender.tenant
 
 
 def most_tokens(prompt: int, longest: int, tenant: Tenant, samples: int = 1) -> int:

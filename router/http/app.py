@@ -81,7 +81,7 @@ class _Generate:
                     try:
                         await request.serve()
                     except KvrelayError as error:
-                        record.error = error
+                        record.fail(error)
                         span.fail(error)
                         await exchange.fail(error)
                     finally:

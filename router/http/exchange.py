@@ -18,10 +18,13 @@ from starlette.types import Receive, Scope, Send
 
 from kvrelay.errors import KvrelayError
 from kvrelay.rpc.address import Address
+from kvrelay.rpc.security.identity import Tenant
+from kvrelay.rpc.server.connections import network_of
 from router.generate.request import check_request_id, is_request_id
 from router.http.connections import EXTENSION, BoundedProtocol, HttpLimits
 from router.http.errors import Headers, HttpRefusal, body_of, headers_of, status_of
 from router.http.shapes import DONE, dump
+from router.queue.inbox import SMALL_BYTES, Sender
 
 JsonObject: TypeAlias = Mapping[str, object]
 
@@ -36,7 +39,6 @@ COMMENTS = (b": queued\n", b": working\n")
 for the end of an event that has no data. A program that gets no ids gets no comments: ``vllm bench
 serve`` strips each piece that it receives, so it would take the events behind one for its rest."""
 
-AHEAD = 64 << 10  # bytes of a body that are received before it is wanted
 REQUEST_ID = "x-request-id"
 TRACE = "traceparent"
 _TRACE = re.compile(
@@ -170,6 +172,16 @@ class Exchange:
         host, port = self._scope.get("client") or ("", 0)
         return str(Address(host, port)) if host else ""
 
+    def sender(self, tenant: Tenant) -> Sender:
+        """Who sends the body, and its size: known, told by the client, or the largest."""
+        host, _ = self._scope.get("client") or ("", 0)
+        nbytes = self._limits.body_bytes
+        if self._complete.is_set():
+            nbytes = len(self._body)
+        elif (told := self.headers.get("content-length", "")).isascii() and told.isdigit():
+            nbytes = min(nbytes, int(told))
+        return Sender(tenant, network_of(host), nbytes)
+
     def path_parameter(self, name: str) -> str:
         """A part of the path, as the route names it."""
         return str(self._scope["path_params"][name])
@@ -294,9 +306,9 @@ class Exchange:
                 self._complete.set()
             if not message.get("more_body", False):
                 self._complete.set()
-            if self._complete.is_set() or len(self._body) >= AHEAD:
+            if self._complete.is_set() or len(self._body) >= SMALL_BYTES:
                 self._ahead.set()
-            if len(self._body) >= AHEAD and not self._complete.is_set():
+            if len(self._body) >= SMALL_BYTES and not self._complete.is_set():
                 await self._wanted.wait()
         self._leave(task)
 

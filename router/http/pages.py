@@ -79,7 +79,7 @@ class Pages:
             exchange.check()
             async with exchange.attended():
                 deadline = Deadline.after(self._backend.config.timeout)
-                call = InboundCall(caller.tenant, deadline, read)
+                call = InboundCall(exchange.sender(caller.tenant), deadline, read)
                 tokens = await self._backend.tokenize(call)
                 answer: Json = {
                     "count": len(tokens),

@@ -114,13 +114,21 @@ class HttpRequest:
 
     async def serve(self) -> None:
         """Send the answer. Raises the error that ends the request."""
-        first = self._calls[0]
+        first, error = self._calls[0], None
         first.accepted.add_done_callback(lambda _: self._accepted())
         try:
             async with self._group:
                 await self._serve_prompt(0)
         except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None
+            error = failed.exceptions[0]
+            failed.__traceback__ = None  # its frames have the group
+        finally:
+            self._calls = []  # they have this request
+        if error is not None:
+            try:
+                raise error  # outside of the group's handler, or the group would be its context
+            finally:
+                del error  # the error has this frame
         answer = self._answer
         assert answer is not None, "every prompt has a response"
         if answer.form.stream:
@@ -129,7 +137,9 @@ class HttpRequest:
             await self._exchange.reply(answer.whole())
 
     def _call(self, read: Read, counted: bool = False) -> InboundCall:
-        return InboundCall(self._tenant, self._deadline, read, counted, self._span)
+        return InboundCall(
+            self._exchange.sender(self._tenant), self._deadline, read, counted, self._span
+        )
 
     def _accepted(self) -> None:
         """A stream shows that it lives: at once, unless the tokens so far can still mismatch."""

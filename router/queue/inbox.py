@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from kvrelay.errors import DeadlineExceeded
@@ -16,7 +16,10 @@ from kvrelay.v1 import router_pb2
 from router.queue.semaphore import FairSemaphore
 
 INBOX_BYTES = 128 << 20
-SHARES = 4  # a tenant may have one of so many
+SHARES = 4  # a tenant, or else a network, may have one of so many
+SMALL_BYTES = 64 << 10  # a body up to this is received before it is read here
+SMALL_INBOX_BYTES = 32 << 20  # for these beside the others, whose clients may be slow
+COPIES = 3  # of an HTTP body while it is read: its bytes, its values and its message
 READ_SECONDS = 10.0  # then a message that has not arrived makes room for others that wait
 
 
@@ -41,34 +44,54 @@ class Inbound:
 Read: TypeAlias = Callable[[], Awaitable[Inbound]]
 
 
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Who sends a message, from which network. ``nbytes``: the size of an HTTP body."""
+
+    tenant: Tenant
+    network: str = ""
+    nbytes: int | None = None
+
+    @property
+    def holder(self) -> Tenant:
+        """Whose share the message takes: without a tenant's name the network's."""
+        if self.tenant.name or not self.network:
+            return self.tenant
+        return replace(self.tenant, name=f"from {self.network}")
+
+
 class Inbox:
     """The messages of all requests that are not accepted yet.
 
-    The size of a message is known once it has been read: until then it counts as ``largest``.
+    A gRPC message counts as ``largest`` until it has been read, an HTTP body as ``COPIES`` of its
+    size.
     """
 
     def __init__(self, largest: int) -> None:
         limit = max(INBOX_BYTES, largest)
         self.semaphore = FairSemaphore(limit, limit // SHARES)
+        self.small = FairSemaphore(SMALL_INBOX_BYTES, SMALL_INBOX_BYTES // SHARES)
         self._largest = largest
 
     @asynccontextmanager
     async def received(
-        self, read: Read, tenant: Tenant, deadline: Deadline
+        self, read: Read, sender: Sender, deadline: Deadline
     ) -> AsyncIterator[Inbound]:
         """Read a message. Its bytes count inside; keep no reference to it afterwards."""
-        semaphore, held = self.semaphore, self._largest
+        holder, nbytes = sender.holder, sender.nbytes
+        held = self._largest if nbytes is None else max(COPIES * nbytes, 1)
+        semaphore = self.small if nbytes is not None and nbytes <= SMALL_BYTES else self.semaphore
         async with deadline.limit("to receive the request"):
-            await semaphore.acquire(tenant, held)
+            await semaphore.acquire(holder, held)
         try:
             async with deadline.limit("to receive the request"):
                 inbound = await self._read(read)
             unused = max(0, held - inbound.message.ByteSize())
             held -= unused
-            semaphore.release(tenant, unused)
+            semaphore.release(holder, unused)
             yield inbound
         finally:
-            semaphore.release(tenant, held)
+            semaphore.release(holder, held)
 
     async def _read(self, read: Read) -> Inbound:
         reading = asyncio.ensure_future(read())
@@ -82,3 +105,4 @@ class Inbox:
             return reading.result()
         finally:
             reading.cancel()
+            del reading  # an error that it raised has this frame

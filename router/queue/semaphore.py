@@ -29,6 +29,10 @@ class FairSemaphore:
         self._waiting: dict[int, tuple[asyncio.Future[None], Tenant]] = {}
         self._keys = itertools.count()
 
+    def held(self, tenant: Tenant) -> int:
+        """Units that a tenant holds."""
+        return self._held[tenant.name]
+
     @property
     def waiting(self) -> int:
         """Number of waiting tasks."""

@@ -193,6 +193,20 @@ def _peer(name: str) -> Peer:
         return UNKNOWN
 
 
+def network_of_peer(name: str) -> str:
+    """The network of a client by gRPC's name for it; empty for a Unix socket."""
+    address, port = _peer(name)
+    return _network(address) if port else ""
+
+
+def network_of(host: str) -> str:
+    """The network of a client's address; empty for what is none."""
+    try:
+        return _network(_address(host))
+    except ValueError:
+        return ""
+
+
 def _address(host: str) -> IPv4Address | IPv6Address:
     """Without a scope; an IPv4 address that is mapped to IPv6 as itself."""
     address = ip_address(host.partition("%")[0])

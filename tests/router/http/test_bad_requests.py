@@ -308,6 +308,33 @@ async def test_slow_bodies_take_no_place_of_complete_ones(monkeypatch: pytest.Mo
             writer.close()
 
 
+async def test_slow_large_bodies_take_no_memory_of_small_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From the same address; the router waits for ever for those that it reads."""
+    monkeypatch.setattr(inbox, "INBOX_BYTES", 1)
+    monkeypatch.setattr(inbox, "READ_SECONDS", 1000.0)
+    async with bounded() as (router, client, _):
+        slow = [await raw(client) for _ in range(8)]
+        begun = b" " * (inbox.SMALL_BYTES + 1)
+        for number, (_, writer) in enumerate(slow):
+            size = b"%x" % len(begun)
+            told = (b"content-length: 1000000", b"transfer-encoding: chunked")[number % 2]
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                + told
+                + b"\r\n\r\n"
+                + (size + b"\r\n" if number % 2 else b"")
+                + begun
+            )
+            await writer.drain()
+        await until(lambda: router.service.inbox.semaphore.waiting == 7)
+        await undisturbed(router, client)
+        for _, writer in slow:
+            writer.close()
+        await until(lambda: router.service.inbox.semaphore.waiting == 0)
+
+
 async def test_idle_connections_make_room() -> None:
     """New ones are served however many are idle, and no more stay open than may."""
     async with bounded(connections=60, connections_per_host=40) as (router, client, server):

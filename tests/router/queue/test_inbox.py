@@ -15,11 +15,14 @@ import pytest
 
 from kvrelay.errors import DeadlineExceeded, Exhausted, KvrelayError, Rejected, Unavailable
 from kvrelay.rpc.channel import ChannelOptions, open_channel
+from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.security.identity import Caller, CallerKind, Tenant
+from kvrelay.rpc.server.connections import network_of, network_of_peer
 from kvrelay.rpc.status import from_rpc_error
 from kvrelay.v1 import router_pb2
 from router import service
 from router.queue import inbox
+from router.queue.inbox import Inbound, Inbox, Sender
 from tests.router.fakes import Behaviour, Running, answer, decode_worker, ids, model, running
 from tests.router.rig import PROMPT, request
 
@@ -121,6 +124,36 @@ async def test_messages_are_read_while_there_is_room_for_the_largest(
         for responses in await asyncio.gather(*(call.say() for call in silent)):
             assert ids(responses) == answer(PROMPT, 8, 5)
         assert waiting.waiting == 0
+
+
+def test_each_network_without_a_tenant_has_a_share_of_its_own() -> None:
+    unnamed, named = Tenant(), Tenant("named", weight=2.0)
+    one, other = (Sender(unnamed, network_of(host)).holder for host in ("10.0.0.1", "10.0.0.2"))
+    assert one.name != other.name
+    same = [network_of(host) for host in ("2001:db8::1", "2001:db8::2:3%eth0")]
+    assert same[0] == same[1] == network_of_peer("ipv6:%5B2001:db8::9%5D:5000")
+    assert network_of("::ffff:10.0.0.1") == network_of_peer("ipv4:10.0.0.1:77") == "10.0.0.1"
+    assert network_of("") == network_of_peer("unix:") == ""
+    assert Sender(unnamed).holder == unnamed
+    assert Sender(named, "10.0.0.1").holder == named
+
+
+async def test_a_body_counts_as_its_copies_until_it_is_a_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(inbox, "INBOX_BYTES", 8 * MIB)
+    box, sender = Inbox(MIB), Sender(Tenant("t"), nbytes=MIB // 4)
+    message = router_pb2.GenerateRequest(prompt="x" * 1000)
+    held: list[int] = []
+
+    async def read() -> Inbound:
+        held.append(box.semaphore.held(sender.tenant))
+        return Inbound(message=message)
+
+    async with box.received(read, sender, Deadline.after(SECONDS)):
+        held.append(box.semaphore.held(sender.tenant))
+    held.append(box.semaphore.held(sender.tenant))
+    assert held == [3 * MIB // 4, message.ByteSize(), 0]
 
 
 async def test_a_client_that_sends_no_message_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
