@@ -73,7 +73,8 @@ def _check(config: UpConfig) -> None:
     """``Rejected`` or ``Unservable`` for what would make a process fail; none is started yet."""
     if config.endpoints:
         endpoints.check_writable(Path(config.endpoints).absolute())
-    check_model_folder(config.model_path)
+    # Our own engine's check of the model has all reasons in one list.
+    check_model_folder(config.model_path, weights=config.engine == "vllm")
     tracing.check(config)
     if config.store is None:
         warning = check_fits("store_budget", config.store_budget, host_memory())
@@ -110,8 +111,17 @@ class Up:
         )
         self._model_check = ModelCheck(self.cluster.specs)
 
+    def _may_be_refused(self) -> bool:
+        """Whether the workers would refuse their model, device or attention on some machine."""
+        config = self._config
+        usual = config.device in (None, "auto", "cpu") and config.attention_backend in (
+            None,
+            "auto",
+        )
+        return config.model != "recall" or not usual
+
     def serve(self) -> int:
-        if self._config.model != "recall" or self._config.device not in (None, "auto", "cpu"):
+        if self._may_be_refused():
             print_err(f"Checking {self._config.model_path}")
             self._model_check.run(self._config.start_timeout)
             if self._ended.is_set():

@@ -1,4 +1,8 @@
-"""Bad words as token ids: what vLLM's ``SamplingParams.update_from_tokenizer`` makes of them."""
+"""Bad words as token ids: those of vLLM's ``SamplingParams.update_from_tokenizer``, and more.
+
+vLLM leaves out the form after a space if it has another number of tokens than the other form, and
+so lets through a word whose only single token begins with a space.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,7 @@ from kvrelay.text.tokenizer import NoTokenizer, Tokenizer
 def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
     """The token sequences of each word as it begins a text and as it follows a space.
 
-    The second form is left out unless it begins with another token and has as many. Raises
-    ``Rejected`` naming the word that cannot be used.
+    Raises ``Rejected`` naming the word that cannot be used.
     """
     check_bad_words(words)
     if isinstance(tokenizer, NoTokenizer):
@@ -27,7 +30,7 @@ def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
         if not plain:
             raise Rejected(f"sampling.bad_words[{index}]", f"{words[index]!r} has no token")
         found.append(plain)
-        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+        if spaced != plain:
             found.append(spaced)
     if (total := sum(map(len, found))) > MAX_BAD_WORD_TOKENS:
         raise Rejected(

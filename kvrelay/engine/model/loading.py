@@ -122,12 +122,14 @@ def check_model(
     dtype: str = "auto",
     device: str = "auto",
     max_model_len: int | None = None,
-) -> None:
-    """Raises ``Unservable`` as ``load_model`` does, as far as the model shows without weights."""
+) -> tuple[torch.device, str]:
+    """The device and the dtype to serve a model with.
+
+    Raises ``Unservable`` as ``load_model`` does, as far as the model shows without weights.
+    """
     directory = Path(path)
     with _explained(directory):
-        open_device(device)
-        _check(directory, dtype, max_model_len)
+        return open_device(device), _check(directory, dtype, max_model_len)[0]
 
 
 @contextmanager
