@@ -196,7 +196,7 @@ class NoTokenizer(Tokenizer):
 
     def refusal(self, field: str) -> Rejected:
         """The error for a field that needs text."""
-        instead = INSTEAD.get(field, "send token_ids")
+        instead = INSTEAD.get(field, "send token ids, over HTTP as the prompt")
         return Rejected(field, f"needs a tokenizer, and this model has none: {instead}")
 
 

@@ -4,15 +4,16 @@ Every check calls ``GetLoad``, whose boot token shows a restart between two chec
 one, and each one of a worker that is NOT_SERVING, also calls ``grpc.health.v1`` and ``GetInfo``. A
 worker is silent if neither an answer to a check nor a message of a leg arrives within the time
 allowed. That time is counted in waits of the router's own event loop: while the router does not
-run, no worker becomes suspect. A slow worker and a busy host get more time (``Patience``). So does
-a worker that is being sent a long prompt: on a slow network the check waits behind the prompt.
+run, no worker becomes suspect, and a check whose deadline passed meanwhile is made again. A slow
+worker and a busy host get more time (``Patience``). So does a worker that is being sent a long
+prompt: on a slow network the check waits behind the prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 
 from kvrelay.errors import DeadlineExceeded, KvrelayError, Mismatch, Unavailable
 from kvrelay.rpc.deadline import Deadline
@@ -81,7 +82,7 @@ class Watcher:
     async def _health(self) -> WorkerHealth:
         begun = time.monotonic()
         try:
-            health = await self._within_silence(self._check())
+            health = await self._within_silence()
         except KvrelayError as error:
             self._checks = 0  # the next check is a full one
             self._accepted &= not isinstance(error, Mismatch)
@@ -100,16 +101,21 @@ class Watcher:
         self._patience.answered(self._answered_at - begun)
         return health
 
-    async def _within_silence(self, check: Coroutine[None, None, WorkerHealth]) -> WorkerHealth:
-        """The result of ``check``; ``DeadlineExceeded`` once the worker is silent."""
-        task = asyncio.ensure_future(check)
+    async def _within_silence(self) -> WorkerHealth:
+        """The result of a check; ``DeadlineExceeded`` once the worker is silent."""
         silence, begun, waits = self.silence, time.monotonic(), 0
+        deadline = self._deadline()
+        task = asyncio.ensure_future(self._check(deadline))
         try:
             while waits < WAITS:
                 done, _ = await asyncio.wait((task,), timeout=silence / WAITS)
                 if task.cancelled():  # by gRPC; the watcher continues
                     raise Unavailable("the check was cancelled")
-                if done:
+                if done and deadline.expired and isinstance(task.exception(), DeadlineExceeded):
+                    # The router did not run, or the worker sends messages but answers no check.
+                    deadline = self._deadline()
+                    task = asyncio.ensure_future(self._check(deadline))
+                elif done:
                     return task.result()
                 waits += 1
                 if self._worker.heard_at > begun:  # busy, not silent
@@ -118,10 +124,12 @@ class Watcher:
             task.cancel()
         raise DeadlineExceeded(f"it was silent for {silence:.2g} s")
 
-    async def _check(self) -> WorkerHealth:
+    def _deadline(self) -> Deadline:
+        """That of a check: later than the worker may be silent."""
+        return Deadline.after(max(LONGEST_CHECK_SECONDS + self._worker.transit, self.silence))
+
+    async def _check(self, deadline: Deadline) -> WorkerHealth:
         worker = self._worker
-        longest = max(LONGEST_CHECK_SECONDS + worker.transit, self.silence)
-        deadline = Deadline.after(longest)
         full = self._checks % FULL_CHECK_EVERY == 0 or not self._serving
         load = await worker.link.load(deadline)
         if full or load.worker_id != worker.key:

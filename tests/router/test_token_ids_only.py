@@ -45,9 +45,9 @@ async def test_token_ids_go_in_and_out(folder: Path, monkeypatch: pytest.MonkeyP
             token_ids=PROMPT, output_token_ids=tokens[:2], max_tokens=6, seed=3
         )
         assert again.token_ids == tuple(tokens[2:])
-        with pytest.raises(Rejected, match=r"prompt: needs a tokenizer, .* send token_ids"):
+        with pytest.raises(Rejected, match=r"prompt: needs a tokenizer, .* send token ids"):
             await client.complete(prompt="x")
-        with pytest.raises(Rejected, match=r"messages: needs a tokenizer, .* send token_ids"):
+        with pytest.raises(Rejected, match=r"messages: needs a tokenizer, .* send token ids"):
             await client.complete(messages=[("user", "x")])
         with pytest.raises(Rejected, match=r"stop: needs a tokenizer, .* send stop_token_ids"):
             await client.complete(token_ids=PROMPT, stop="x")

@@ -16,11 +16,15 @@ class WrappedOutput:
     def __init__(self, quiet: bool = False) -> None:
         self._quiet = quiet
         self._column = 0
+        self._noted = False  # the last text was a note, in a style of its own
 
     def write(self, text: str, style: str | None = None) -> None:
         """Write more text; a word begins with a space."""
         if self._quiet:
             return
+        if self._noted and style is None and text[:1].strip():
+            text = f" {text}"
+        self._noted = style is not None
         for part in re.split(r"(\n|(?= ))", text) if style is None else [text]:
             if part == "\n" or (part[:1] == " " and self._column + len(part) > WIDTH):
                 self.end()

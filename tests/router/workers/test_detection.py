@@ -16,6 +16,7 @@ from kvrelay.errors import DeadlineExceeded, Draining, KvrelayError, Mismatch, U
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.status import NothingListens
 from kvrelay.v1 import router_pb2, router_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from router.workers import watch
 from router.workers.health import (
     READY,
     HealthState,
@@ -551,3 +552,28 @@ async def test_a_leg_that_was_ended_on_its_way_says_nothing_of_it(
             proxy.heal()
             assert ids(await asked) == answer(prompt, 2, 5)
     assert len(told) == 1  # of the second leg
+
+
+async def test_a_check_whose_deadline_passed_while_the_router_did_not_run_is_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A paused machine: the deadlines of gRPC pass, and no worker has been silent."""
+    worker = decode_worker()
+    async with running([worker], health_timeout=0.1, unreachable_after=0.2) as router:
+        seen: list[HealthState] = []
+        monkeypatch.setattr(watch, "LONGEST_CHECK_SECONDS", 0.2)
+        usual, late = GrpcLink.load, [True]
+
+        async def load(link: GrpcLink, deadline: Deadline) -> worker_pb2.WorkerLoad:
+            if late:
+                late.clear()
+                time.sleep(0.7)  # noqa: ASYNC251 - the router stands still
+                raise DeadlineExceeded("the time limit passed")
+            return await usual(link, deadline)
+
+        monkeypatch.setattr(GrpcLink, "load", load)
+        router.registry.listen(lambda: seen.append(router.registry.workers[0].health.state))
+        await until(lambda: not late)
+        await asyncio.sleep(0.5)
+        assert set(seen) <= {HealthState.READY}
+        assert ids(await router.generate(request())) == answer(PROMPT, 8, 5)
