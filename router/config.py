@@ -157,6 +157,10 @@ class RouterConfig(TracingOptions):
                 raise Rejected(
                     "cors_origin", f"must be like https://host or http://host:port, got {origin!r}"
                 )
+        for name, addresses in (("prefill", self.prefill), ("decode", self.decode)):
+            for address in addresses:
+                if "," in address:
+                    raise Rejected(name, f"{address!r} has a comma: give one worker at a time")
         if self.http_port is None:
             check_unset(self, OF_HTTP, "needs the HTTP API: give --http-port")
         if not (self.decode or self.workers_file or self.announce):

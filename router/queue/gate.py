@@ -90,6 +90,7 @@ class QueueGate:
     async def drain(self) -> None:
         """Refuse new requests and wait until the last open one has ended."""
         self._draining = True
+        self._registry.ending = True
         await self._idle.wait()
 
     @asynccontextmanager

@@ -56,6 +56,7 @@ class Registry:
         self._changed = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
         self.lost = Counter[str]()  # by role: workers in use that died, or were silent for long
+        self.ending = False  # this router ends, and maybe its cluster
 
     async def start(self) -> None:
         """Watch the workers listed; ``Rejected`` if the workers file cannot be used."""
@@ -346,6 +347,8 @@ class Registry:
         else:
             expected = worker.info is None or isinstance(problem, Draining)
             level = logging.INFO if expected else logging.WARNING  # it may still be starting
+            if self.ending and not worker.legs:
+                level = logging.DEBUG
             state = health.state.name.lower()
             log.log(level, "%s worker %s is %s: %s", name, worker.address, state, problem)
         if _loses(worker, health):

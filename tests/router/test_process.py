@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from kvrelay.errors import Rejected
+from router.config import RouterConfig
 from tests.router.fakes import model
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +39,13 @@ def test_ready_line_taken_port_and_sigterm() -> None:
         output, _ = process.communicate(timeout=20)
     assert process.returncode == 0
     assert output == ""
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_several_workers_in_one_flag(role: str) -> None:
+    given = {"decode": ("a:1",), role: ("a:1,b:2",)}
+    with pytest.raises(Rejected, match=f"{role}: 'a:1,b:2' has a comma: give one worker at a time"):
+        RouterConfig(model="recall", **given)  # type: ignore[arg-type]
 
 
 def test_missing_flags() -> None:

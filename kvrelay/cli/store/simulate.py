@@ -29,7 +29,7 @@ RIGHT = frozenset({0, 2, 3, 4})
 class SimulateConfig:
     """The trace, and the stores to simulate."""
 
-    trace: str = required(str, "the requests", metavar="FILE", positional=True)
+    trace: str = required(str, "file of the requests", metavar="TRACE", positional=True)
     budgets: tuple[int, ...] = option((1000, 10_000, 50_000), "room in blocks", low=1)
     policy: tuple[str, ...] = option(EVICTIONS, "eviction", choices=EVICTIONS)
     limit: int | None = option(None, "most requests to replay", low=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import re
 import time
@@ -577,3 +578,17 @@ async def test_a_check_whose_deadline_passed_while_the_router_did_not_run_is_mad
         await asyncio.sleep(0.5)
         assert set(seen) <= {HealthState.READY}
         assert ids(await router.generate(request())) == answer(PROMPT, 8, 5)
+
+
+@pytest.mark.parametrize("ending", [False, True])
+async def test_a_router_that_ends_does_not_warn_of_workers_that_end_too(
+    ending: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = decode_worker()
+    async with running([worker], **FAST) as router:
+        if ending:
+            await router.service.gate.drain()
+        await worker.stop()
+        await until(lambda: not router.registry.workers[0].usable)
+    warned = [one.message for one in caplog.records if one.levelno >= logging.WARNING]
+    assert any("is unreachable" in text for text in warned) is not ending
