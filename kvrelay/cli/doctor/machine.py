@@ -107,7 +107,8 @@ def _packages() -> Iterator[Diagnosis]:
             means = f"{purpose}: {install_line(extra)}"
             yield Diagnosis(f"[{extra}]", state, f"not installed: {', '.join(lacks)}", means)
         else:
-            yield Diagnosis(f"[{extra}]", "ok", "complete")
+            beside = "; vllm itself is below" if extra == "worker-vllm" else ""
+            yield Diagnosis(f"[{extra}]", "ok", f"complete{beside}")
 
 
 def _version(name: str) -> str:
@@ -123,7 +124,7 @@ def _cluster() -> Iterator[Diagnosis]:
 
     found = f"{available_cores()} cores, {platform.system()} {platform.machine()}"
     yield Diagnosis(
-        "processor", "ok", found, f"shared among the workers: at most {MOST_THREADS} threads each"
+        "processor", "ok", found, f"workers share them, each with at most {MOST_THREADS} threads"
     )
     weights = list(SHIPPED_MODEL.glob("*.safetensors"))
     if weights:
@@ -234,7 +235,7 @@ def _redis() -> Iterator[Diagnosis]:
     server = shutil.which("redis-server") or shutil.which("valkey-server")
     if server is None:
         yield Diagnosis(
-            "redis server", "absent", "none on PATH", "not needed; the store has its own"
+            "redis server", "absent", "none on PATH", "not needed: kvrelay has a store of its own"
         )
     else:
         yield Diagnosis("redis server", "ok", _first_line([server, "--version"]) or server)
