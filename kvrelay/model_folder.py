@@ -24,19 +24,19 @@ _MERGE = "merge it into the weights with peft (merge_and_unload, save_pretrained
 def check_model_folder(path: str | Path, weights: bool = True) -> None:
     """Raises ``Unservable`` with every reason that the names of the files show.
 
-    Without ``weights`` only if there is no config.json, which has further reasons.
+    Without ``weights`` only why there is no config.json: one that is there has further reasons.
     """
     folder = Path(path)
-    if reasons := folder_reasons(folder) if weights else _no_config_reasons(folder):
+    if reasons := folder_reasons(folder) if weights else _reasons_before_weights(folder):
         raise Unservable(f"{path}: {joined(reasons)}")
 
 
 def folder_reasons(folder: Path) -> tuple[str, ...]:
     """Why no model can be served from this folder, as far as the names of its files show."""
-    return _no_config_reasons(folder) or tuple(_weights_reasons(folder))
+    return _reasons_before_weights(folder) or tuple(_weights_reasons(folder))
 
 
-def _no_config_reasons(folder: Path) -> tuple[str, ...]:
+def _reasons_before_weights(folder: Path) -> tuple[str, ...]:
     missing = missing_folder(folder)
     return tuple(_config_reasons(folder)) if missing is None else (missing,)
 

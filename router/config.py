@@ -160,7 +160,9 @@ class RouterConfig(TracingOptions):
         for name, addresses in (("prefill", self.prefill), ("decode", self.decode)):
             for address in addresses:
                 if "," in address:
-                    raise Rejected(name, f"{address!r} has a comma: give one worker at a time")
+                    raise Rejected(
+                        name, f"{address!r} has a comma: repeat --{name} for each worker"
+                    )
         if self.http_port is None:
             check_unset(self, OF_HTTP, "needs the HTTP API: give --http-port")
         if not (self.decode or self.workers_file or self.announce):

@@ -114,11 +114,11 @@ class Up:
     def _may_be_refused(self) -> bool:
         """Whether the workers would refuse their model, device or attention on some machine."""
         config = self._config
-        usual = config.device in (None, "auto", "cpu") and config.attention_backend in (
-            None,
-            "auto",
+        return (
+            config.model != "recall"
+            or config.device not in (None, "auto", "cpu")
+            or config.attention_backend not in (None, "auto")
         )
-        return config.model != "recall" or not usual
 
     def serve(self) -> int:
         if self._may_be_refused():

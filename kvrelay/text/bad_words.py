@@ -30,7 +30,7 @@ def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
         if not plain:
             raise Rejected(f"sampling.bad_words[{index}]", f"{words[index]!r} has no token")
         found.append(plain)
-        if spaced != plain:
+        if spaced[-len(plain) :] != plain:  # else the first form forbids it too
             found.append(spaced)
     if (total := sum(map(len, found))) > MAX_BAD_WORD_TOKENS:
         raise Rejected(

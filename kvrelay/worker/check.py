@@ -30,9 +30,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(config: WorkerConfig) -> None:
-    """``Unservable`` with every reason, ``Rejected`` for the attention backend.
+    """``Unservable`` with every reason; ``Rejected`` for an attention backend of no use here.
 
-    Imports torch or vLLM.
+    What a backend refuses for the model's head size shows when the worker starts. Imports torch or
+    vLLM.
     """
     if config.engine == "vllm":
         from kvrelay.worker.engines.vllm import check_vllm

@@ -23,8 +23,8 @@ log.setLevel(logging.INFO)  # written at any --log-level
 
 class RequestRecord:
     """One call of ``Generate``, or one HTTP request with all its prompts. ``peer``: the client's
-    address. ``failed``: the status that the client received instead of an answer. The error itself
-    would keep the frames that it passed, and the message in them, until a garbage collection.
+    address. ``failed``: the status that the client received instead of an answer. It is kept and
+    not the error, which keeps the frames that it passed, and the message in them.
     """
 
     def __init__(self, tenant: Tenant, door: Door, peer: str) -> None:

@@ -124,8 +124,7 @@ class Exchange:
                 "content-encoding",
                 f"{encoding!r:.80} is not served: send the body as it is",
             )
-        length = self.headers.get("content-length", "0")
-        if length.isascii() and length.isdigit() and int(length[:20]) > self._limits.body_bytes:
+        if (self._told_length() or 0) > self._limits.body_bytes:
             raise self._too_large()
         kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
@@ -175,12 +174,16 @@ class Exchange:
     def sender(self, tenant: Tenant) -> Sender:
         """Who sends the body, and its size: known, told by the client, or the largest."""
         host, _ = self._scope.get("client") or ("", 0)
-        nbytes = self._limits.body_bytes
+        told = self._told_length()
         if self._complete.is_set():
-            nbytes = len(self._body)
-        elif (told := self.headers.get("content-length", "")).isascii() and told.isdigit():
-            nbytes = min(nbytes, int(told))
-        return Sender(tenant, network_of(host), nbytes)
+            told = len(self._body)
+        return Sender(tenant, network_of(host), self._limits.body_bytes if told is None else told)
+
+    def _told_length(self) -> int | None:
+        length = self.headers.get("content-length", "")
+        if not (length.isascii() and length.isdigit()):
+            return None
+        return int(length.lstrip("0")[:20] or "0")
 
     def path_parameter(self, name: str) -> str:
         """A part of the path, as the route names it."""

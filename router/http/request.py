@@ -46,7 +46,7 @@ from router.http.resume import (
 )
 from router.http.shapes import AnswerHead, ChatShape, CompletionShape
 from router.placement.placer import Placer
-from router.queue.inbox import Inbound, Read
+from router.queue.inbox import Inbound, Read, Sender
 from router.workers.fleet import weights_of
 from router.workers.registry import Registry
 
@@ -99,7 +99,7 @@ class HttpRequest:
         self._deadline = Deadline.after(backend.config.timeout)
         self._group = asyncio.TaskGroup()
         self._in_turn = asyncio.Lock()  # several prompts write to one stream
-        self._calls = [self._call(self._read)]
+        self._calls = [self._call(self._read, exchange.sender(self._tenant))]
         self._form: AnswerForm | None = None
         self._body = b""  # its digest
         self._messages: list[router_pb2.GenerateRequest] = []  # those that are still needed
@@ -136,10 +136,8 @@ class HttpRequest:
         else:
             await self._exchange.reply(answer.whole())
 
-    def _call(self, read: Read, counted: bool = False) -> InboundCall:
-        return InboundCall(
-            self._exchange.sender(self._tenant), self._deadline, read, counted, self._span
-        )
+    def _call(self, read: Read, sender: Sender, counted: bool = False) -> InboundCall:
+        return InboundCall(sender, self._deadline, read, counted, self._span)
 
     def _accepted(self) -> None:
         """A stream shows that it lives: at once, unless the tokens so far can still mismatch."""
@@ -178,7 +176,7 @@ class HttpRequest:
             for one in ask.messages
         ]
         for index, inbound in enumerate(others, 1):
-            self._calls.append(self._call(_reading(inbound), counted=True))
+            self._calls.append(self._call(_reading(inbound), self._calls[0].sender, counted=True))
             self._group.create_task(self._serve_prompt(index))
         if others:
             await asyncio.wait([call.accepted for call in self._calls[1:]])
@@ -276,7 +274,8 @@ class HttpRequest:
             hit=hit,
             received_at=call.accepted.result().received_at,
         )
-        again = self._call(_reading(inbound))
+        sender = replace(call.sender, nbytes=message.ByteSize())
+        again = self._call(_reading(inbound), sender)
         async with aclosing(serve(again, self._record)) as responses:
             async for response in responses:
                 yield response

@@ -17,8 +17,8 @@ from router.queue.semaphore import FairSemaphore
 
 INBOX_BYTES = 128 << 20
 SHARES = 4  # a tenant, or else a network, may have one of so many
-SMALL_BYTES = 64 << 10  # a body up to this is received before it is read here
-SMALL_INBOX_BYTES = 32 << 20  # for these beside the others, whose clients may be slow
+SMALL_BYTES = 64 << 10  # a body of up to so many has arrived whole before it takes room here
+SMALL_INBOX_BYTES = 32 << 20  # for these, beside the others, whose clients may be slow
 COPIES = 3  # of an HTTP body while it is read: its bytes, its values and its message
 READ_SECONDS = 10.0  # then a message that has not arrived makes room for others that wait
 
@@ -68,7 +68,7 @@ class Inbox:
     """
 
     def __init__(self, largest: int) -> None:
-        limit = max(INBOX_BYTES, largest)
+        limit = max(INBOX_BYTES, COPIES * largest)
         self.semaphore = FairSemaphore(limit, limit // SHARES)
         self.small = FairSemaphore(SMALL_INBOX_BYTES, SMALL_INBOX_BYTES // SHARES)
         self._largest = largest
@@ -85,7 +85,7 @@ class Inbox:
             await semaphore.acquire(holder, held)
         try:
             async with deadline.limit("to receive the request"):
-                inbound = await self._read(read)
+                inbound = await _read(read, semaphore)
             unused = max(0, held - inbound.message.ByteSize())
             held -= unused
             semaphore.release(holder, unused)
@@ -93,16 +93,17 @@ class Inbox:
         finally:
             semaphore.release(holder, held)
 
-    async def _read(self, read: Read) -> Inbound:
-        reading = asyncio.ensure_future(read())
-        try:
-            while not (await asyncio.wait((reading,), timeout=READ_SECONDS))[0]:
-                if self.semaphore.waiting:
-                    raise DeadlineExceeded(
-                        f"its message did not arrive within {READ_SECONDS:g} s, and other requests"
-                        " wait for its place"
-                    )
-            return reading.result()
-        finally:
-            reading.cancel()
-            del reading  # an error that it raised has this frame
+
+async def _read(read: Read, semaphore: FairSemaphore) -> Inbound:
+    reading = asyncio.ensure_future(read())
+    try:
+        while not (await asyncio.wait((reading,), timeout=READ_SECONDS))[0]:
+            if semaphore.waiting:
+                raise DeadlineExceeded(
+                    f"its message did not arrive within {READ_SECONDS:g} s, and other requests"
+                    " wait for its place"
+                )
+        return reading.result()
+    finally:
+        reading.cancel()
+        del reading  # an error that it raised has this frame

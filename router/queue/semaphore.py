@@ -17,8 +17,9 @@ class FairSemaphore:
     """``limit`` units in all, of which one tenant holds at most ``share``.
 
     More than a share is given to a tenant that holds nothing, and more than the limit if no tenant
-    holds anything. The unnamed tenant (services, or every caller of a router without credentials)
-    has no share of its own. Waiting tenants are served by weight, in the order of ``FairQueue``.
+    holds anything. The unnamed tenant (services, or a caller whose network is unknown) has no share
+    of its own, and evicts nobody. Waiting tenants are served by weight, in the order of
+    ``FairQueue``.
     """
 
     def __init__(self, limit: int, share: int) -> None:
@@ -75,7 +76,7 @@ class FairSemaphore:
 
         Returns whether one was evicted.
         """
-        last = self._queue.evictable(tenant.name, tenant.weight)
+        last = self._queue.evictable(tenant.name, tenant.weight) if tenant.name else None
         if last is None:
             return False
         granted, owner = self._waiting[last.key]

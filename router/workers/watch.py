@@ -26,6 +26,7 @@ from router.workers.worker import KnownWorker
 WAITS = 8  # into which the time allowed is divided
 FULL_CHECK_EVERY = 4  # checks; the others only read the load
 LONGEST_CHECK_SECONDS = 10.0
+STOOD_SECONDS = 1.0  # a wait that ends so late shows that the router itself stood still
 
 
 class Watcher:
@@ -49,6 +50,7 @@ class Watcher:
         self._restarted = restarted
         self._due = asyncio.Event()  # set: check now
         self._answered_at = time.monotonic()
+        self._began = 0.0  # of the last check
         self._accepted = False
         self._serving = True  # as of the last full check
         self._checks = 0  # since the last one that failed
@@ -80,7 +82,6 @@ class Watcher:
             self._patience.woke(time.monotonic() - begun - interval, interval)
 
     async def _health(self) -> WorkerHealth:
-        begun = time.monotonic()
         try:
             health = await self._within_silence()
         except KvrelayError as error:
@@ -88,7 +89,7 @@ class Watcher:
             self._accepted &= not isinstance(error, Mismatch)
             now = time.monotonic()
             if isinstance(error, DeadlineExceeded):
-                self._patience.fell_silent(now - begun)
+                self._patience.fell_silent(now - self._began)
             return health_after_failure(
                 error,
                 self._accepted,
@@ -97,25 +98,28 @@ class Watcher:
             )
         self._answered_at = time.monotonic()
         self._accepted = True
-        self._worker.answered_check = begun
-        self._patience.answered(self._answered_at - begun)
+        self._worker.answered_check = self._began
+        self._patience.answered(self._answered_at - self._began)
         return health
 
     async def _within_silence(self) -> WorkerHealth:
         """The result of a check; ``DeadlineExceeded`` once the worker is silent."""
-        silence, begun, waits = self.silence, time.monotonic(), 0
-        deadline = self._deadline()
-        task = asyncio.ensure_future(self._check(deadline))
+        silence, waits, stood = self.silence, 0, False
+        task = self._begin_check()
+        begun = self._began
         try:
             while waits < WAITS:
+                asked = time.monotonic()
                 done, _ = await asyncio.wait((task,), timeout=silence / WAITS)
+                stood |= time.monotonic() - asked > silence / WAITS + STOOD_SECONDS
                 if task.cancelled():  # by gRPC; the watcher continues
                     raise Unavailable("the check was cancelled")
-                if done and deadline.expired and isinstance(task.exception(), DeadlineExceeded):
-                    # The router did not run, or the worker sends messages but answers no check.
-                    deadline = self._deadline()
-                    task = asyncio.ensure_future(self._check(deadline))
-                elif done:
+                if done and stood and isinstance(task.exception(), DeadlineExceeded):
+                    self._answered_at = time.monotonic()  # what passed was no silence
+                    task = self._begin_check()
+                    begun, waits, stood = self._began, 0, False
+                    continue
+                if done:
                     return task.result()
                 waits += 1
                 if self._worker.heard_at > begun:  # busy, not silent
@@ -124,12 +128,14 @@ class Watcher:
             task.cancel()
         raise DeadlineExceeded(f"it was silent for {silence:.2g} s")
 
-    def _deadline(self) -> Deadline:
-        """That of a check: later than the worker may be silent."""
-        return Deadline.after(max(LONGEST_CHECK_SECONDS + self._worker.transit, self.silence))
+    def _begin_check(self) -> asyncio.Task[WorkerHealth]:
+        self._began = time.monotonic()
+        return asyncio.ensure_future(self._check())
 
-    async def _check(self, deadline: Deadline) -> WorkerHealth:
+    async def _check(self) -> WorkerHealth:
         worker = self._worker
+        longest = max(LONGEST_CHECK_SECONDS + worker.transit, self.silence)
+        deadline = Deadline.after(longest)
         full = self._checks % FULL_CHECK_EVERY == 0 or not self._serving
         load = await worker.link.load(deadline)
         if full or load.worker_id != worker.key:

@@ -18,8 +18,8 @@ class Sums:
         self._lengths: dict[str, int] = {}
         self._begun: dict[tuple[str, int], tuple[int, int]] = {}  # local and external
         self._ordered: dict[tuple[str, int], int] = {}
-        self._questions = Counter[str]()  # each leg's largest
-        self._told: set[str] = set()  # the legs whose first admission has counted
+        self._largest = Counter[str]()  # question of each leg
+        self._settled: set[str] = set()  # the legs whose first admission has counted
         self._entries: list[list[Any]] = []
         for record in map(json.loads, list(lines)[1:]):
             take = getattr(self, f"_{record['call']}", None)
@@ -34,27 +34,27 @@ class Sums:
     def _schedule(self, given: Record, result: Record) -> None:
         for name, epoch, local, external, _ in result["loads"]:
             self._begun[name, epoch] = local, external
-            self._ask(name, local)
+            self._count_question(name, local)
             self._ordered[name, epoch] = external
         self._entries = result["entries"]
         for name, epoch, start, *_ in self._entries:
             self._begun.setdefault((name, epoch), (start, 0))
-            self._ask(name, start)
-            self._told.add(name)
+            self._count_question(name, start)
+            self._settled.add(name)
 
-    def _ask(self, name: str, local: int) -> None:
+    def _count_question(self, name: str, local: int) -> None:
         """Up to the leg's first admission that counts, the largest question counts."""
         asked = self._lengths.get(name, 0) - local
-        if name not in self._told and asked > max(self._questions[name], 1):
-            self.found["asked"] += asked - self._questions[name]
-            self._questions[name] = asked
+        if name not in self._settled and asked > max(self._largest[name], 1):
+            self.found["asked"] += asked - self._largest[name]
+            self._largest[name] = asked
 
     def _loaded(self, given: Record, result: Record) -> None:
         key = given["id"], given["epoch"]
         ordered = self._ordered.pop(key, 0)
         valid = min(max(given["valid"], 0), ordered)
         if result["heard"]:
-            self._told.add(given["id"])
+            self._settled.add(given["id"])
             self.found["failed"] += ordered - valid
             self._begun[key] = self._begun[key][0], valid
         else:

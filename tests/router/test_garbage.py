@@ -18,7 +18,7 @@ import pytest
 from kvrelay.v1 import router_pb2
 from tests.router.fakes import Running
 from tests.router.http.rig import door
-from tests.router.rig import PROMPT, request
+from tests.router.rig import PROMPT, request, until
 
 BODIES: dict[str, tuple[int, dict[str, object]]] = {
     "answered": (200, {"prompt": PROMPT, "max_tokens": 2}),
@@ -59,11 +59,13 @@ async def both() -> AsyncIterator[tuple[Running, httpx2.AsyncClient]]:
 async def test_over_http(both: tuple[Running, httpx2.AsyncClient], kind: str) -> None:
     status, body = BODIES[kind]
     found: list[object] = []
+    before = both[0].service.ended.total()
     with without_collections(found):
         for stream in (False, True):
             answer = await both[1].post("/v1/completions", json={**body, "stream": stream})
             assert answer.status_code == status, answer.text
-        await asyncio.sleep(0.1)  # the tasks of the connection end
+        await until(lambda: both[0].service.ended.total() == before + 2)
+        await asyncio.sleep(0.1)  # for the rest of their tasks
     assert not found
 
 
@@ -72,10 +74,12 @@ async def test_over_grpc(both: tuple[Running, httpx2.AsyncClient], model: str) -
     asked = request()
     asked.model = model
     found: list[object] = []
+    before = both[0].service.ended.total()
     with without_collections(found):
         try:
             await both[0].generate(asked)
         except grpc.RpcError:
             assert model
+        await until(lambda: both[0].service.ended.total() == before + 1)
         await asyncio.sleep(0.1)
     assert not found

@@ -44,7 +44,7 @@ def test_ready_line_taken_port_and_sigterm() -> None:
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_several_workers_in_one_flag(role: str) -> None:
     given = {"decode": ("a:1",), role: ("a:1,b:2",)}
-    with pytest.raises(Rejected, match=f"{role}: 'a:1,b:2' has a comma: give one worker at a time"):
+    with pytest.raises(Rejected, match=f"'a:1,b:2' has a comma: repeat --{role} for"):
         RouterConfig(model="recall", **given)  # type: ignore[arg-type]
 
 

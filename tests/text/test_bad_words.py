@@ -26,7 +26,7 @@ def reference(folder: Path, words: list[str]) -> list[list[int]]:
     for word in words:
         for prefix in ("", " "):
             ids = theirs.encode(prefix + word.lstrip(), add_special_tokens=False)
-            if not prefix or ids != found[-1]:
+            if not prefix or ids[-len(found[-1]) :] != found[-1]:
                 found.append(ids)
     return found
 

@@ -17,7 +17,7 @@ MODEL = ("--model", str(SHIPPED_MODEL), "--device", "cpu")
         (("--attention-backend", "sdpa"), SERVABLE),
         (("--attention-backend", "flash_attn"), "flash_attn cannot be used: "),
         (("--attention-backend", "varlen"), "this worker computes on cpu; dtype float32: "),
-        (("--device", "cuda:0"), "cuda"),
+        (("--device", "cuda:99"), "cuda"),
         (("--max-model-len", "100000"), "max_model_len"),
     ],
 )

@@ -156,14 +156,14 @@ class Demo:
         return done
 
     def _ask_and_kill(self, client: Client, asked: FactQuestion) -> AnsweredQuestion:
-        """Kill the decode worker that got the answer; ask again if none had it yet."""
+        """Kill the decode worker that got the request; ask again if none was lost."""
         for _ in range(KILL_TRIES):
             killer = Killer("decode", self._cluster, client, self._flow)
             with killer.watch(hold=True):
                 done = self._ask(client, asked)
             if done.answer.lost:
                 break
-            self._say("   The kill hit no answer; the same question again:")
+            self._say("   No worker was lost with the answer; the same question again:")
             self._cluster.wait()
         return done
 

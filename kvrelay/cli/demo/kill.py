@@ -12,7 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from signal import SIGCONT, SIGKILL, SIGSTOP
 
@@ -22,6 +22,7 @@ from kvrelay.cli.screen import paint, print_out
 from kvrelay.client.client import Client
 from kvrelay.cluster.process import SupervisedProcess
 from kvrelay.cluster.supervisor import Cluster
+from kvrelay.errors import KvrelayError
 from kvrelay.recall.facts import Document
 
 TARGETS = ("decode", "prefill", "store")
@@ -57,22 +58,22 @@ class Killer:
     def watch(self, hold: bool = False) -> Iterator[None]:
         """Kill the worker that gets the request which is sent inside this block.
 
-        ``hold`` stops the role's workers until then, so that no answer is too short for it.
+        ``hold`` stops the role's workers until then, so that no answer can end before.
         """
-        workers = [
-            self.cluster.named(one.name) for one in self.cluster.specs if one.role == self.target
-        ]
-        held = workers if hold else []
-        for process in held:
-            process.send(SIGSTOP)
+        named, specs = self.cluster.named, self.cluster.specs
+        held = [named(one.name) for one in specs if hold and one.role == self.target]
         ended = threading.Event()
         thread = threading.Thread(target=self._poll, args=(ended, held), daemon=True)
-        thread.start()
         try:
+            for process in held:
+                process.send(SIGSTOP)
+            thread.start()
             yield
         finally:
             ended.set()
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
+            _go_on(held)
 
     def struck(self, answer: TimedAnswer) -> bool:
         """Whether the process was killed while it served the request."""
@@ -80,12 +81,10 @@ class Killer:
 
     def _poll(self, ended: threading.Event, held: Sequence[SupervisedProcess]) -> None:
         last = time.monotonic() + (HOLD_SECONDS if held else math.inf)
-        try:
+        with suppress(KvrelayError):  # then nothing is killed
             while self.killed is None and time.monotonic() < last and not ended.wait(POLL_SECONDS):
                 self._kill()
-        finally:
-            for process in held:
-                process.send(SIGCONT)
+        _go_on(held)
 
     def _serving(self) -> SupervisedProcess | None:
         if self.target == "store":
@@ -101,6 +100,11 @@ class Killer:
             self.at = time.perf_counter()
             process.send(SIGKILL)
             self.flow.write(f" [kill -9 {process.spec.name}]", "red")
+
+
+def _go_on(held: Sequence[SupervisedProcess]) -> None:
+    for process in held:
+        process.send(SIGCONT)
 
 
 def names_of(cluster: Cluster) -> dict[str, str]:
@@ -119,7 +123,10 @@ def kill_demo(target: str, cluster: Cluster, document: Document, quiet: bool) ->
             prompt, flow = prompt_of(document, target, attempt), WrappedOutput(quiet)
             show(introduction(prompt))
             killer = Killer(target, cluster, client, flow)
-            with killer.watch() if target == "prefill" else nullcontext():
+            if target == "prefill":
+                with killer.watch():
+                    disturbed = ask(client, prompt, flow)
+            else:
                 disturbed = ask(client, prompt, flow, killer.on_tokens)
             flow.end()
             lines = (f"  {describe(leg, names[leg.address])}" for leg in disturbed.legs)

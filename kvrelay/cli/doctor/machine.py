@@ -107,7 +107,7 @@ def _packages() -> Iterator[Diagnosis]:
             means = f"{purpose}: {install_line(extra)}"
             yield Diagnosis(f"[{extra}]", state, f"not installed: {', '.join(lacks)}", means)
         else:
-            beside = "; vllm itself is below" if extra == "worker-vllm" else ""
+            beside = "; vllm has a line of its own" if extra == "worker-vllm" else ""
             yield Diagnosis(f"[{extra}]", "ok", f"complete{beside}")
 
 

@@ -183,6 +183,7 @@ def test_a_store_killed_in_the_middle_of_a_load(
 
     monkeypatch.setattr(HostPages, "write", write)
     event = one.load()
+    assert service[0].poll() is not None, "the store was not killed"
     whole = event.valid // SIZE
     assert event.missed is None or event.valid < len(TOKENS)
     assert [one.loaded(number) for number in range(whole)] == one.payloads[:whole]
@@ -225,8 +226,9 @@ def test_a_batch_ends_after_its_last_copy(helpers: bool) -> None:
     assert pages.begun.wait(TIMEOUT)
     settling = threading.Thread(target=batch.settle, daemon=True)
     settling.start()
-    assert pages.read(1, SIZE) != payload
+    settling.join(0.2)
     assert settling.is_alive()
+    assert pages.read(1, SIZE) != payload
     pages.go.set()
     settling.join(TIMEOUT)
     assert pages.read(1, SIZE) == payload

@@ -335,6 +335,21 @@ async def test_slow_large_bodies_take_no_memory_of_small_ones(
         await until(lambda: router.service.inbox.semaphore.waiting == 0)
 
 
+async def test_a_length_of_thousands_of_digits_is_a_length() -> None:
+    async with bounded() as (router, client, _):
+        for digits, status in ((b"0" * 5000 + b"2", b"400"), (b"9" * 5000, b"413")):
+            reader, writer = await raw(client)
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                b"content-length: " + digits + b"\r\n\r\n{}"
+            )
+            async with asyncio.timeout(20):
+                line = await reader.readline()
+            assert line.split()[1] in (status, b"400"), line
+            writer.close()
+        await undisturbed(router, client)
+
+
 async def test_idle_connections_make_room() -> None:
     """New ones are served however many are idle, and no more stay open than may."""
     async with bounded(connections=60, connections_per_host=40) as (router, client, server):

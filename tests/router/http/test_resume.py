@@ -8,6 +8,8 @@ import json
 
 import pytest
 
+from kvrelay.rpc.deadline import Deadline
+from router.queue.inbox import Inbox, Read, Sender
 from tests.router.fakes import Behaviour, answer, decode_worker, namespace, prefill_worker
 from tests.router.http.rig import SEED, Event, door, events
 from tests.router.rig import PROMPT
@@ -228,3 +230,23 @@ async def test_an_id_whose_request_no_client_could_name_is_refused(name: str) ->
         )
         assert made.status_code == 400
         assert "is no id of an event" in made.json()["error"]["message"]
+
+
+async def test_a_message_that_goes_on_counts_as_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made of a body that has been read: the memory for it is that of its own size."""
+    sizes: list[int | None] = []
+    usual = Inbox.received
+
+    def received(inbox: Inbox, read: Read, sender: Sender, deadline: Deadline) -> object:
+        sizes.append(sender.nbytes)
+        return usual(inbox, read, sender, deadline)
+
+    monkeypatch.setattr(Inbox, "received", received)
+    async with door() as (_, client):
+        body = {**BODY, "seed": SEED}
+        whole = await events(client, body)
+        await events(client, body, last=whole[4][0])
+    first, again, rest = sizes
+    assert first == again == len(json.dumps(body, separators=(",", ":")))
+    assert rest is not None
+    assert rest > 4 * len(PROMPT)

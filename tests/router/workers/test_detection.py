@@ -563,6 +563,7 @@ async def test_a_check_whose_deadline_passed_while_the_router_did_not_run_is_mad
     async with running([worker], health_timeout=0.1, unreachable_after=0.2) as router:
         seen: list[HealthState] = []
         monkeypatch.setattr(watch, "LONGEST_CHECK_SECONDS", 0.2)
+        monkeypatch.setattr(watch, "STOOD_SECONDS", 0.3)
         usual, late = GrpcLink.load, [True]
 
         async def load(link: GrpcLink, deadline: Deadline) -> worker_pb2.WorkerLoad:
@@ -589,6 +590,6 @@ async def test_a_router_that_ends_does_not_warn_of_workers_that_end_too(
         if ending:
             await router.service.gate.drain()
         await worker.stop()
-        await until(lambda: not router.registry.workers[0].usable)
+        await until(lambda: router.registry.workers[0].health.state is HealthState.UNREACHABLE)
     warned = [one.message for one in caplog.records if one.levelno >= logging.WARNING]
     assert any("is unreachable" in text for text in warned) is not ending

@@ -37,7 +37,7 @@ from kvstore.client.connect import connect
 
 NO_STORE = "none"
 HELD_SHARE = 4
-"""Saves that wait hold at most one block of vLLM's pool in so many: vLLM computes with the rest."""
+"""Saves that wait, if more than one does, hold at most one block of vLLM's pool in so many."""
 PATIENCE_SECONDS = 0.002
 
 
