@@ -23,7 +23,13 @@ a few milliseconds that costs more than a second thread saves (benchmarks/README
 MOST_THREADS = 8
 """By default: as many as the tests compare to the bit, wherever a prompt is cut."""
 
-SPINS = 10_000  # loops, 0.2 to 0.5 ms: a step has no longer gaps (benchmarks/README.md)
+SPINS = 10_000
+"""Loops, 0.2 to 0.5 ms: a step has no longer gaps.
+
+A decode step of the Qwen3-0.6B shape took 64 ms with these, 76 ms with 1,000 loops and 64 ms with
+100,000 (16 streams: 101, 117 and 115 ms), on two quiet cores.
+"""
+
 _SPINNING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 T = TypeVar("T")
