@@ -17,10 +17,12 @@ import shlex
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 
 from benchmarks.door.connector import BLOCK, start_store, with_store
@@ -183,12 +185,22 @@ def examine(options: argparse.Namespace, more: list[str], folder: Path, model: P
 def _wait(url: str, folder: Path) -> None:
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
-        try:
-            with urllib.request.urlopen(f"{url}/v1/models", timeout=5):
-                return
-        except OSError:
-            time.sleep(0.5)
+        if _is_ready(url):
+            return
+        time.sleep(0.5)
     raise SystemExit(f"no server at {url}; see {folder}/log")
+
+
+def _is_ready(url: str) -> bool:
+    """Whether it can generate: our router lists its model before it has workers."""
+    try:
+        urllib.request.urlopen(f"{url}/v1/models", timeout=5).close()
+        urllib.request.urlopen(f"{url}/ready", timeout=5).close()
+    except urllib.error.HTTPError as error:
+        return error.code == HTTPStatus.NOT_FOUND  # another server has no such page
+    except OSError:
+        return False
+    return True
 
 
 if __name__ == "__main__":
