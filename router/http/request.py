@@ -9,13 +9,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from array import array
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
 from typing import Protocol
-
-import xxhash
 
 from kvrelay.errors import Mismatch, Rejected
 from kvrelay.rpc.deadline import Deadline
@@ -27,7 +24,7 @@ from kvrelay.text.tokenizer import NoTokenizer, Tokenizer
 from kvrelay.v1 import router_pb2, types_pb2
 from router.config import RouterConfig
 from router.generate.record import Door, RequestRecord
-from router.generate.request import OTHER_PROMPT, AcceptedRequest, InboundCall
+from router.generate.request import OTHER_PROMPT, InboundCall
 from router.http.answer import Answer
 from router.http.ask import AnswerForm, Ask, constraint_name, read_ask
 from router.http.errors import name_of
@@ -40,6 +37,7 @@ from router.http.resume import (
     StreamId,
     digest,
     has_reached,
+    hash_of,
     parse_event_id,
     request_digest,
     set_outputs,
@@ -274,8 +272,7 @@ class HttpRequest:
             hit=hit,
             received_at=call.accepted.result().received_at,
         )
-        sender = replace(call.sender, nbytes=message.ByteSize())
-        again = self._call(_reading(inbound), sender)
+        again = self._call(_reading(inbound), replace(call.sender, nbytes=message.ByteSize()))
         async with aclosing(serve(again, self._record)) as responses:
             async for response in responses:
                 yield response
@@ -284,7 +281,7 @@ class HttpRequest:
         """The answer, of which this is the first response."""
         form, requests = self._asked, [call.accepted.result() for call in self._calls]
         resumption = self._resumption
-        prompt_hash = _hash_of(requests)
+        prompt_hash = hash_of(requests)
         if resumption is not None and resumption.stream.prompt_hash != prompt_hash:
             raise Mismatch("prompt_hash", OTHER_PROMPT)
         created = int(time.time()) if resumption is None else resumption.stream.created
@@ -393,10 +390,3 @@ def _seed(ask: Ask, seed: int) -> None:
     """Give each prompt a seed, so that no two choices have the same one."""
     for index, message in enumerate(ask.messages):
         message.sampling.seed = (seed + index * ask.form.samples) % SEEDS
-
-
-def _hash_of(requests: Sequence[AcceptedRequest]) -> int:
-    """Of the tokens of all prompts."""
-    if len(requests) == 1:
-        return requests[0].prompt_hash
-    return xxhash.xxh3_64_intdigest(array("Q", [one.prompt_hash for one in requests]).tobytes())

@@ -13,12 +13,15 @@ import base64
 import binascii
 import hashlib
 import struct
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import xxhash
+
 from kvrelay.errors import Mismatch, Rejected
 from kvrelay.v1 import router_pb2
-from router.generate.request import is_request_id
+from router.generate.request import AcceptedRequest, is_request_id
 
 HEADER = "last-event-id"
 DIGEST_BYTES = 8
@@ -165,3 +168,10 @@ def set_outputs(
         message.samples.add(token_ids=tokens, ended=at.ended)
     if all(at.ended for at in samples):
         message.samples[-1].ended = False
+
+
+def hash_of(requests: Sequence[AcceptedRequest]) -> int:
+    """The hash of the tokens of all prompts of one HTTP request."""
+    if len(requests) == 1:
+        return requests[0].prompt_hash
+    return xxhash.xxh3_64_intdigest(array("Q", [one.prompt_hash for one in requests]).tobytes())
