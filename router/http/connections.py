@@ -1,18 +1,21 @@
 """Bounds each connection of the HTTP door: how many there are, the size and time of a head.
 
 uvicorn parses and writes; it bounds neither the bytes before the end of a head nor the time until
-then, and it refuses new connections once there are too many. Here an idle connection makes room.
+then, and it refuses new connections once there are too many. Here an idle connection makes room,
+and one over TLS counts before its handshake has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import ssl
+from asyncio.sslproto import SSLProtocol
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -47,20 +50,28 @@ class HttpLimits:
     stuck_seconds: float = 30.0  # a response that the client does not read ends after that
 
 
+class CountedConnection(Protocol):
+    """A connection of a client at ``host``."""
+
+    host: str
+
+    def abort(self) -> None: ...
+
+
 class ConnectionTable:
     """The open connections of a server; ``idle`` ones are ordered, longest idle first."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self.limits = limits
         self._hosts = Counter[str]()
-        self._idle: dict[BoundedProtocol, None] = {}
+        self._idle: dict[CountedConnection, None] = {}
 
     @property
     def open(self) -> int:
         """Number of open connections."""
         return self._hosts.total()
 
-    def enter(self, connection: BoundedProtocol) -> None:
+    def enter(self, connection: CountedConnection) -> None:
         """Count a new connection. If there are too many, the one longest idle is closed."""
         host, limits = connection.host, self.limits
         self._hosts[host] += 1
@@ -74,11 +85,16 @@ class ConnectionTable:
                 return
         self._idle[connection] = None
 
-    def leave(self, connection: BoundedProtocol) -> None:
+    def leave(self, connection: CountedConnection) -> None:
         self._idle.pop(connection, None)
         self._hosts[connection.host] -= 1
         if not self._hosts[connection.host]:
             del self._hosts[connection.host]
+
+    def abort_handshakes(self) -> None:
+        """Close the connections that have not begun to speak HTTP."""
+        for one in [one for one in self._idle if isinstance(one, TlsConnection)]:
+            one.abort()
 
     def busy(self, connection: BoundedProtocol) -> None:
         """A request has begun on the connection."""
@@ -103,6 +119,7 @@ class BoundedProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.host = ""
+        self.handshake: TlsConnection | None = None
         self._head_bytes = 0
         self._heads = 0  # that were read
         self._in_head = True
@@ -119,6 +136,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_made(cast("asyncio.Transport", transport))
         self.host = self.client[0] if self.client else ""
         self._begin_head()
+        if self.handshake is not None:
+            self.handshake.end()
         self.table.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -130,6 +149,12 @@ class BoundedProtocol(HttpToolsProtocol):
         # go on, and over TLS it would write to a transport that is gone.
         self._abandon_requests()
         super().connection_lost(exc)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Keep no reference to what keeps this one: it is freed at once."""
+        self.parser = None  # type: ignore[assignment]  # as uvicorn does
+        self.app = self.config.loaded_app
 
     def _abandon_requests(self) -> None:
         for request in self._requests:
@@ -317,3 +342,53 @@ class BoundedProtocol(HttpToolsProtocol):
             message = f"its head exceeds {limit} bytes"
             self._refused = HttpRefusal(431, "head_too_large", "request", message)
             raise self._refused
+
+
+class TlsConnection(SSLProtocol):
+    """A connection over TLS that is counted, and closed if its handshake is late.
+
+    asyncio's own servers tell nobody of a connection before its handshake has ended, give it a
+    minute, and keep one that fails, with its buffers of 300 KiB, until a garbage collection.
+    """
+
+    def __init__(self, protocol: BoundedProtocol, context: ssl.SSLContext) -> None:
+        super().__init__(
+            protocol.loop,
+            protocol,
+            context,
+            None,  # type: ignore[arg-type]  # nobody waits for the handshake
+            server_side=True,
+            ssl_handshake_timeout=protocol.table.limits.head_seconds,  # type: ignore[arg-type]
+        )
+        self.host = ""
+        self._speaks: BoundedProtocol | None = protocol
+        self._table = protocol.table
+        self._below: asyncio.Transport | None = None
+        protocol.handshake = self
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._below = cast("asyncio.Transport", transport)
+        peer = transport.get_extra_info("peername")
+        self.host = peer[0] if peer else ""
+        self._table.enter(self)
+        super().connection_made(transport)
+
+    def end(self) -> None:
+        """The handshake has ended, or the connection: it is not counted here."""
+        if self._speaks is not None:
+            self._table.leave(self)
+            self._speaks.handshake = None
+            self._speaks = None
+
+    def abort(self) -> None:
+        if self._below is not None:
+            self._below.abort()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        if self._speaks is not None:
+            self._speaks.let_go()
+        if exc is not None:
+            exc.__traceback__ = None  # a frame of asyncio's has the error and this connection
+        self.end()
+        self._below = None
+        super().connection_lost(exc)

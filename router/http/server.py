@@ -12,8 +12,10 @@ import logging
 import math
 import resource
 import socket
+import ssl
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -23,7 +25,7 @@ from kvrelay.rpc.address import Address
 from kvrelay.rpc.reserved import is_reserved
 from kvrelay.rpc.security.policy import Security, installed
 from kvrelay.rpc.security.tls import server_context
-from router.http.connections import BoundedProtocol, ConnectionTable, HttpLimits
+from router.http.connections import BoundedProtocol, ConnectionTable, HttpLimits, TlsConnection
 
 BACKLOG = 1024
 
@@ -81,7 +83,8 @@ class HttpServer:
             backlog=BACKLOG,
         )
         config.load()
-        config.ssl = context
+        if context is not None:
+            config.http_protocol_class = _over_tls(protocol, context)
         self._server = _EmbeddedServer(config)
         self._task = asyncio.create_task(self._server.serve([listening]), name="http")
         await self._server.accepting.wait()
@@ -95,7 +98,17 @@ class HttpServer:
             return
         server.config.timeout_graceful_shutdown = max(1, math.ceil(grace))
         server.should_exit = True
+        self.connections.abort_handshakes()
         await self._task
+
+
+def _over_tls(protocol: type[BoundedProtocol], context: ssl.SSLContext) -> type[asyncio.Protocol]:
+    """What uvicorn calls for a new connection as if it were the class of its protocol."""
+
+    def make(**given: object) -> TlsConnection:
+        return TlsConnection(protocol(**given), context)  # type: ignore[arg-type]
+
+    return cast("type[asyncio.Protocol]", make)
 
 
 def _bind(address: Address) -> socket.socket:

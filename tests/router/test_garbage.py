@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import httpx2
 import pytest
 
+from kvrelay.cli.authority import CertificateAuthority
+from kvrelay.rpc.security import policy
 from kvrelay.v1 import router_pb2
+from router.http.connections import TlsConnection
 from tests.router.fakes import Running
-from tests.router.http.rig import door
+from tests.router.http.rig import bounded, door
 from tests.router.rig import PROMPT, request, until
+from tests.secured import write_files
 
 BODIES: dict[str, tuple[int, dict[str, object]]] = {
     "answered": (200, {"prompt": PROMPT, "max_tokens": 2}),
@@ -28,6 +35,9 @@ BODIES: dict[str, tuple[int, dict[str, object]]] = {
     "another model": (404, {"prompt": PROMPT, "model": "another"}),
     "long text": (400, {"prompt": "word " * 500_000}),
 }
+
+
+KEPT = (router_pb2.GenerateRequest, TlsConnection, ssl.SSLObject)
 
 
 @contextmanager
@@ -40,7 +50,7 @@ def without_collections(found: list[object]) -> Iterator[None]:
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
         found += [one for one in gc.garbage if isinstance(one, BaseException)]
-        found += [one for one in gc.garbage if isinstance(one, router_pb2.GenerateRequest)]
+        found += [one for one in gc.garbage if isinstance(one, KEPT)]
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
@@ -83,3 +93,32 @@ async def test_over_grpc(both: tuple[Running, httpx2.AsyncClient], model: str) -
         await until(lambda: both[0].service.ended.total() == before + 1)
         await asyncio.sleep(0.1)
     assert not found
+
+
+@pytest.mark.parametrize("ends", ["silent", "rubbish", "half a head", "answered"])
+async def test_connections_over_tls(ends: str, tmp_path: Path) -> None:
+    """Each has buffers of 300 KiB."""
+    files = write_files(tmp_path, "router", CertificateAuthority())
+    security = policy.load(replace(files.options(), tls_mutual=False))
+    trust = ssl.create_default_context(cafile=files.ca)
+    found: list[object] = []
+    async with bounded(security) as (_, client, server):
+        port = client.base_url.port
+        with without_collections(found):
+            for _ in range(3):
+                if ends in ("silent", "rubbish"):
+                    _, writer = await asyncio.open_connection("127.0.0.1", port)
+                    writer.write(b"GET / HTTP/1.1\r\n\r\n" if ends == "rubbish" else b"")
+                    await until(lambda: server.connections.open == 1 or ends == "rubbish")
+                else:
+                    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust)
+                    writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n")
+                    if ends == "answered":
+                        writer.write(b"\r\n")
+                        await reader.readuntil(b"\r\n\r\n")
+                writer.transport.abort()
+                del writer
+            await until(lambda: server.connections.open == 0)
+            await asyncio.sleep(0.1)
+    ours = [one for one in found if not isinstance(one, ssl.SSLObject) or one.server_side]
+    assert not ours

@@ -20,7 +20,7 @@ from kvrelay.rpc.security.policy import Security
 from router.http.connections import BoundedProtocol, HttpLimits
 from tests.router.fakes import decode_worker
 from tests.router.http.rig import SEED, bounded, door, expected, raw
-from tests.router.rig import PROMPT
+from tests.router.rig import PROMPT, until
 from tests.secured import write_files
 
 GOOD: dict[str, object] = {"prompt": PROMPT, "max_tokens": 3, "seed": SEED}
@@ -265,3 +265,24 @@ async def test_a_request_names_its_host_once(hosts: int) -> None:
             f"request: needs one Host header, got {hosts}"
         )
         writer.close()
+
+
+async def test_handshakes_are_counted_and_bounded(tmp_path: Path) -> None:
+    """Connections that never begin TLS: they make room, and end."""
+    files = write_files(tmp_path, "router", CertificateAuthority())
+    security = policy.load(replace(files.options(), tls_mutual=False))
+    trust = ssl.create_default_context(cafile=files.ca)
+    limits: dict[str, object] = {"connections": 60, "connections_per_host": 40, "head_seconds": 1.0}
+    async with bounded(security, **limits) as (_, client, server):
+        port = client.base_url.port
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(100)]
+        await until(lambda: server.connections.open >= 30)
+        assert server.connections.open <= 31  # half of all places are for one host
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b" 200 " in await reader.readline()
+        await until(lambda: server.connections.open == 1)  # their second is over
+        writer.close()
+        for _, one in silent:
+            one.close()
+        await until(lambda: server.connections.open == 0)
