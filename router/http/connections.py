@@ -347,8 +347,9 @@ class BoundedProtocol(HttpToolsProtocol):
 class TlsConnection(SSLProtocol):
     """A connection over TLS that is counted, and closed if its handshake is late.
 
-    asyncio's own servers tell nobody of a connection before its handshake has ended, give it a
-    minute, and keep one that fails, with its buffers of 300 KiB, until a garbage collection.
+    A server of asyncio's shows a connection to its protocol only after the handshake, for which it
+    allows a minute. It keeps a connection that fails, with buffers of 300 KiB, until a garbage
+    collection.
     """
 
     def __init__(self, protocol: BoundedProtocol, context: ssl.SSLContext) -> None:
@@ -356,7 +357,7 @@ class TlsConnection(SSLProtocol):
             protocol.loop,
             protocol,
             context,
-            None,  # type: ignore[arg-type]  # nobody waits for the handshake
+            None,  # type: ignore[arg-type]  # no future to set after the handshake
             server_side=True,
             ssl_handshake_timeout=protocol.table.limits.head_seconds,  # type: ignore[arg-type]
         )

@@ -18,7 +18,7 @@ from router.queue.semaphore import FairSemaphore
 INBOX_BYTES = 128 << 20
 SHARES = 4  # a tenant, or else a network, may have one of so many
 SMALL_BYTES = 64 << 10  # a body of up to so many has arrived whole before it takes room here
-SMALL_INBOX_BYTES = 32 << 20  # for these, beside the others, whose clients may be slow
+SMALL_INBOX_BYTES = 32 << 20  # for all such bodies, beside INBOX_BYTES
 COPIES = 3  # of an HTTP body while it is read: its bytes, its values and its message
 READ_SECONDS = 10.0  # then a message that has not arrived makes room for others that wait
 

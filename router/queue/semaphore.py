@@ -18,8 +18,7 @@ class FairSemaphore:
 
     More than a share is given to a tenant that holds nothing, and more than the limit if no tenant
     holds anything. The unnamed tenant (services, or a caller whose network is unknown) has no share
-    of its own, and evicts nobody. Waiting tenants are served by weight, in the order of
-    ``FairQueue``.
+    of its own, and evicts no request. ``FairQueue`` says in which order waiting tenants are served.
     """
 
     def __init__(self, limit: int, share: int) -> None:

@@ -4,9 +4,9 @@ Every check calls ``GetLoad``, whose boot token shows a restart between two chec
 one, and each one of a worker that is NOT_SERVING, also calls ``grpc.health.v1`` and ``GetInfo``. A
 worker is silent if neither an answer to a check nor a message of a leg arrives within the time
 allowed. That time is counted in waits of the router's own event loop: while the router does not
-run, no worker becomes suspect, and a check whose deadline passed meanwhile is made again. A slow
-worker and a busy host get more time (``Patience``). So does a worker that is being sent a long
-prompt: on a slow network the check waits behind the prompt.
+run, no worker becomes suspect. If a check's deadline passes while the router stands still, the
+router makes the check again. A slow worker and a busy host get more time (``Patience``). So does a
+worker that is being sent a long prompt: on a slow network the check waits behind the prompt.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ class HeldPages(HostPages):
 
 @pytest.mark.parametrize("helpers", ["helped"], indirect=True)
 def test_a_batch_ends_after_its_last_copy(helpers: bool) -> None:
-    """Its caller copies what no helper has begun, and waits for the one that runs."""
+    """``settle`` returns only after a copy that a helper has begun."""
     pages = HeldPages()
     pages.go.set()
     copies = HostCopies(pages)

@@ -311,7 +311,7 @@ async def test_slow_bodies_take_no_place_of_complete_ones(monkeypatch: pytest.Mo
 async def test_slow_large_bodies_take_no_memory_of_small_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From the same address; the router waits for ever for those that it reads."""
+    """All come from one address. The router never ends the read of a slow body here."""
     monkeypatch.setattr(inbox, "INBOX_BYTES", 1)
     monkeypatch.setattr(inbox, "READ_SECONDS", 1000.0)
     async with bounded() as (router, client, _):
