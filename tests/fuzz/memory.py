@@ -50,7 +50,7 @@ class Readings:
     """Memory at the start, after half of the messages and at the end.
 
     The first half fills what is bounded: the store's bookkeeping, the kernels of oneDNN, the heap
-    that a flood and a siege need. So the second half shows what is not.
+    that a flood needs. So the second half shows what is not.
     """
 
     start: Memory

@@ -50,16 +50,10 @@ async def fuzz(
     witnessing = asyncio.ensure_future(witness.go_on(over))
     async with AsyncExitStack() as stack:
         ports = await _ports(stand, stack, seed)
-        sieged = [port.address for port in ports if isinstance(port, Bytes | HttpPort)]
-
-        async def besiege_all() -> None:
-            await asyncio.gather(*(besiege(address, siege) for address in sieged))
-
         share = max(messages // ROUNDS, 2)
         begun = time.monotonic()
         for number in range(ROUNDS):
             if number == ROUNDS // 2:
-                await besiege_all()
                 half = await memory()
             await asyncio.gather(*(flood(port, share // port.turns) for port in ports))
             sent, seconds = share * (number + 1), time.monotonic() - begun
@@ -68,7 +62,8 @@ async def fuzz(
                 f" MiB: {stand.memory()}",
                 flush=True,
             )
-        await besiege_all()
+        sieged = (port.address for port in ports if isinstance(port, Bytes | HttpPort))
+        await asyncio.gather(*(besiege(address, siege) for address in sieged))
         took = time.monotonic() - begun
         over.set()
         problems = await _problems(stand, ports, witnessing)
