@@ -26,6 +26,7 @@ from router.generate.request import AcceptedRequest
 from router.generate.retry import Attempts, FailedLeg, PoisonRequest, RetryControl, Trials
 from router.generate.usage import hit_of, lost_leg, request_usage
 from router.placement.placer import NextLeg, Placed, Placer, StreamBinding
+from router.queue.gate import Slot
 from router.queue.prompts import TextThreads
 from router.workers.registry import Registry
 
@@ -143,9 +144,9 @@ class Generation:
         if self._finish == UNFINISHED and last + 1 >= self.request.max_tokens:
             self._finish = LENGTH
 
-    async def responses(self, waited: float) -> AsyncGenerator[router_pb2.GenerateResponse]:
-        """The responses, after ``waited`` seconds; closing the stream cancels the current leg."""
-        self._waited = waited
+    async def responses(self, slot: Slot) -> AsyncGenerator[router_pb2.GenerateResponse]:
+        """The responses of a request in a slot; closing the stream cancels the current leg."""
+        self._waited = slot.waited
         if self._follows is not None:
             self._bound = self._follows.bound
         self._parts.retry.poisons.check(self.request, time.monotonic())
@@ -158,6 +159,7 @@ class Generation:
                     async for response in responses:
                         yield response
             except KvrelayError as error:
+                slot.moved |= isinstance(error, Unavailable)
                 await self._retry(placed, error, self.so_far - before)
             finally:
                 if self._trials is not None:

@@ -62,7 +62,7 @@ class Samples:
         """The responses of one sample, from its place in the queue on."""
         request, prompt = generation.request, self._prompt
         leads = prompt is None or prompt.leader == request.sample
-        slot = gate.passed(
+        passed = gate.passed(
             request.positions if leads else request.max_tokens,
             request.priority,
             request.tenant,
@@ -70,9 +70,9 @@ class Samples:
             request.part,
             patient=not leads,
         )
-        async with slot as waited, aclosing(generation.responses(waited)) as responses:
+        async with passed as slot, aclosing(generation.responses(slot)) as responses:
             now = time.monotonic()
-            request.span.record("queue", now - waited, now)
+            request.span.record("queue", now - slot.waited, now)
             await generation.replay()
             if leads:
                 self._hold.used = len(request.prompt)  # a request refused earlier used nothing

@@ -114,11 +114,14 @@ class AdmissionControl:
         why = "no slot became free in time"
         return self._refuse("timed_out", why, self._retry_after(request, now))
 
-    def leave(self, key: int, now: float, whole: bool = True) -> AdmissionStep:
-        """A request ended or left the queue; ``whole``: it was not cut off."""
+    def leave(self, key: int, now: float, whole: bool = True, moved: bool = False) -> AdmissionStep:
+        """A request ended or left the queue; ``whole``: it was not cut off.
+
+        It ``moved`` to another worker if it lost one.
+        """
         self._service.advance(now, self.halted)
         if key in self._service:
-            self._service.end(key, whole, self.slots)
+            self._service.end(key, self.slots, whole, moved)
         self._queue.remove(key)
         return self._start_waiting(now)
 

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 
 from kvrelay.errors import Unavailable
 from kvrelay.rpc.deadline import Deadline
@@ -30,6 +31,17 @@ MAX_WAIT = 2.0  # times the longest wait expected
 FULL = 8  # a pool is full if less than one part in so many is free
 HEADROOM = 1.25  # running requests for each that decode workers run: some of them are in prefill
 MAX_RUNNING = 0.75  # of all requests allowed: a fair choice needs waiting requests
+
+
+@dataclass(slots=True)
+class Slot:
+    """The place of a running request, which ``waited`` seconds for it.
+
+    The request sets ``moved`` once it has lost a worker.
+    """
+
+    waited: float = 0.0
+    moved: bool = False
 
 
 class QueueGate:
@@ -103,8 +115,8 @@ class QueueGate:
         part: float = 1.0,
         *,
         patient: bool = False,
-    ) -> AsyncIterator[float]:
-        """Wait for a slot; the request runs inside, with the seconds that it waited.
+    ) -> AsyncIterator[Slot]:
+        """Wait for a slot; the request runs inside, with the slot.
 
         ``part``: as in ``QueuedRequest``.
 
@@ -126,20 +138,22 @@ class QueueGate:
         )
         grant = asyncio.get_running_loop().create_future()
         begun, whole = time.monotonic(), False
+        slot = Slot()
         step = self._admission.offer(request, begun)
         self._grants[request.key] = grant
         try:
             self._apply(step)
             await self._wait(request, grant, deadline, patient)
-            waited = time.monotonic() - begun
-            self._on_slot(waited)
-            yield waited
+            slot.waited = time.monotonic() - begun
+            self._on_slot(slot.waited)
+            yield slot
             whole = True
         finally:
             del self._grants[request.key]
             if not grant.cancel() and not grant.cancelled():
                 grant.exception()  # retrieved, also for a request that left at the same moment
-            self._apply(self._admission.leave(request.key, time.monotonic(), whole))
+            now = time.monotonic()
+            self._apply(self._admission.leave(request.key, now, whole, slot.moved))
             self._resize()
 
     @property

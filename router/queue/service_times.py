@@ -85,8 +85,12 @@ class ServiceTimes:
         self._running[key] = tokens, kind, now
         self._tokens += tokens
 
-    def end(self, key: int, whole: bool, slots: int) -> None:
-        """It ended. A request that was cut off says only that it would have run longer."""
+    def end(self, key: int, slots: int, whole: bool = True, moved: bool = False) -> None:
+        """It ended.
+
+        A request that was cut off says only that it would have run longer. One that ``moved``,
+        since it lost a worker, says nothing about requests that lose none.
+        """
         tokens, kind, since = self._running.pop(key)
         self._tokens -= tokens
         now = self._now
@@ -94,7 +98,7 @@ class ServiceTimes:
         records = self._all, self._kinds[kind]
         for record in records:
             record.end(now)
-        if not whole and seconds < self.expected_seconds(tokens, kind):
+        if moved or (not whole and seconds < self.expected_seconds(tokens, kind)):
             return
         for record in records:
             record.add(tokens, seconds, 0.5 ** (1.0 / max(slots, HALF_LIFE)))

@@ -257,6 +257,20 @@ def test_time_in_which_no_worker_runs_is_not_counted() -> None:
     assert admission.rate == pytest.approx(100, rel=0.05)
 
 
+def test_requests_that_lost_a_worker_do_not_say_how_fast_it_goes() -> None:
+    """After an outage hundreds come back at once: the queue drains as before it."""
+    admission = saturated()
+    for key in range(20, 30):
+        admission.leave(key, 20.0 + 30.0 * (key - 19), moved=True)
+    assert admission.rate == pytest.approx(100, rel=0.05)
+    now = 330.0
+    admission.offer(QueuedRequest(1000, 100, until=now + 90.0), now)
+    for key in range(30, 40):
+        admission.leave(key, now + 30.0 * (key - 29))
+    assert admission.rate is not None
+    assert admission.rate < 10, "these lost no worker"
+
+
 def test_nobody_is_refused_for_a_measure_of_an_hour_ago() -> None:
     admission = AdmissionControl(100_000, 120.0)
     admission.resize(1, 0.0)
