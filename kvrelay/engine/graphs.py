@@ -8,6 +8,7 @@ their logits in one place: a step reads them before the next one.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,6 +17,8 @@ import torch
 
 from kvrelay.engine.attention.batch import Batch, no_works
 from kvrelay.engine.attention.triton_backend import TritonBackend, TritonStep
+
+log = logging.getLogger(__name__)
 
 MOST_ROWS = 256
 """More rows are computed by launches: the device is busy for longer than the host takes."""
@@ -86,7 +89,7 @@ class GraphLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    graph: Graph
+    graph: Graph | None  # None: the capture failed
     place: int  # of the upload that the graph reads
 
 
@@ -106,11 +109,6 @@ class DecodeGraphs:
         for key in self._keys():
             self._captured[key] = self._capture(*key)
 
-    @property
-    def profile(self) -> str:
-        """Which rows are computed together: a part of the numeric profile."""
-        return "graphs-" + "-".join(map(str, self._limits.sizes()))
-
     def step(self, batch: Batch) -> tuple[torch.Tensor, TritonStep] | None:
         """The logits of a batch, and its step; ``None`` if it fits no graph."""
         rows = len(batch.tokens)
@@ -122,9 +120,13 @@ class DecodeGraphs:
             return None
         step = self._backend.step(batch.padded(key[0]), key[1])
         if self._captured[key].place != step.place:  # the upload has moved, to grow
-            self._captured[key] = self._capture(*key)
+            self._captured[key] = self._captured_again(*key, step.place)
             step = self._backend.step(batch.padded(key[0]), key[1])
-        self._captured[key].graph.replay()
+        graph = self._captured[key].graph
+        if graph is None:
+            self._compute(step)
+        else:
+            graph.replay()
         return self._logits[:rows], step
 
     def _keys(self) -> list[tuple[int, int]]:
@@ -135,6 +137,16 @@ class DecodeGraphs:
     def _capture(self, rows: int, longest: int) -> _Captured:
         step = self._backend.step(no_works().padded(rows), longest)
         return _Captured(self._runtime.capture(lambda: self._compute(step)), step.place)
+
+    def _captured_again(self, rows: int, longest: int, place: int) -> _Captured:
+        """While requests run, a capture that fails must cost no more than its graph."""
+        try:
+            return self._capture(rows, longest)
+        except torch.AcceleratorError:
+            raise
+        except RuntimeError as error:
+            log.warning("decode steps of %d rows run without a CUDA graph: %s", rows, error)
+            return _Captured(None, place)
 
     def _compute(self, step: TritonStep) -> None:
         made = self._forward(step)

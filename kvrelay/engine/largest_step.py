@@ -14,7 +14,7 @@ import torch
 
 from kvrelay.engine.core.updates import Work
 from kvrelay.engine.model.loading import LoadedModel
-from kvrelay.engine.runner import Runner
+from kvrelay.engine.runner import GraphOptions, Runner
 from kvrelay.errors import Unservable
 from kvrelay.sampling import MAX_TOP_LOGPROBS, Sampling
 
@@ -78,11 +78,12 @@ def free_in_largest_step(
     memory: DeviceMemory,
     attention_backend: str,
     threads: int | None = None,
+    graphs: GraphOptions | None = None,
 ) -> int:
-    """Bytes that stay free on the device. ``Unservable`` if the step does not fit."""
+    """Bytes that stay free beside the step and the graphs. ``Unservable`` if they do not fit."""
     room = memory.free() // model.pool_shape(1, 1).block_bytes
     try:
-        peak = _peak(model, bounds, room, memory, attention_backend, threads)
+        peak = _peak(model, bounds, room, memory, attention_backend, threads, graphs)
     except torch.OutOfMemoryError as error:
         raise Unservable(
             f"a step of {bounds.positions} positions and {bounds.requests} requests does not fit"
@@ -99,25 +100,29 @@ def _peak(
     memory: DeviceMemory,
     attention_backend: str,
     threads: int | None,
+    graphs: GraphOptions | None,
 ) -> int:
-    runner = Runner(model, 1, bounds.block_size, attention_backend, threads)
     memory.begin()
+    runner = Runner(model, 1, bounds.block_size, attention_backend, threads, graphs)
     for works in largest_steps(bounds, room):
         runner.execute(works)
     return memory.peak()
 
 
 def largest_steps(bounds: StepBounds, room: int) -> Iterator[list[Work]]:
-    """Two steps: prompt chunks, one with the longest context; decode rows with equal contexts.
+    """Prompt chunks, one with the longest context; decode rows, the same; rows of equal contexts.
 
-    ``room``: the most positions of a pool. Every request samples.
+    Memory of decode rows may follow their number times the longest context. ``room``: the most
+    positions of a pool. Every request samples.
     """
     requests = min(bounds.requests, bounds.positions)
     each, more = divmod(bounds.positions, requests)
     counts = [min(each + (number < more), bounds.length) for number in range(requests)]
     longest = max(min(bounds.length, room), counts[0])
     yield [_work(longest, counts[0], bounds), *(_work(n, n, bounds) for n in counts[1:])]
-    context = max(min(bounds.length, room // requests), 1)
+    least = min(bounds.length, 2)  # a prompt and a token
+    yield [_work(longest, 1, bounds), *(_work(least, 1, bounds) for _ in counts[1:])]
+    context = max(min(bounds.length, room // requests), least)
     yield [_work(context, 1, bounds) for _ in counts]
 
 

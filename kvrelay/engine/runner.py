@@ -110,11 +110,6 @@ class Runner:
         return self._backend.profile
 
     @property
-    def graphs_profile(self) -> str:
-        """Which decode rows are computed together; empty if as many as a step has."""
-        return "" if self._graphs is None else self._graphs.profile
-
-    @property
     def executed_positions(self) -> int:
         """Positions computed since the start: the runner's own count (invariant I5)."""
         return self._executed

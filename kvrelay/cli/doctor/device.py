@@ -4,33 +4,66 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
 
 from kvrelay.cli.screen import paint, print_out
 from kvrelay.cluster.config import SHIPPED_MODEL
 from kvrelay.engine.kernels import kernels
 from kvrelay.engine.model.loading import load_model
 from kvrelay.engine.self_test import SelfTest, self_test
+from kvrelay.errors import Unservable
 
+_DRIVER = Path("/proc/driver/nvidia/version")
 _MARKS = {True: ("+", "green"), False: ("!", "red"), None: (" ", "blue")}
 
 
 def show_device(device: str, as_json: bool) -> int:
-    """Print every check; 1 if one does not hold."""
-    model = load_model(SHIPPED_MODEL, "bfloat16", device, attention_backend="sdpa")
+    """Print every check; 1 if one does not hold, or the device cannot be used."""
+    try:
+        model = load_model(SHIPPED_MODEL, "bfloat16", device, attention_backend="sdpa")
+    except Unservable as error:
+        if not as_json:
+            raise
+        print_out(json.dumps({"device": device, "error": str(error), **machine()}, indent=2))
+        return 1
     found = self_test(model)
     where = "/".join(kernels(model.device))
     if as_json:
-        checks = [asdict(check) for check in found.checks]
-        print_out(
-            json.dumps(
-                {"device": where, "way": found.way, "reasons": found.reasons, "checks": checks},
-                indent=2,
-            )
-        )
+        report = {
+            "device": where,
+            "way": found.way,
+            "reasons": found.reasons,
+            "checks": [asdict(check) for check in found.checks],
+            **machine(),
+        }
+        print_out(json.dumps(report, indent=2))
     else:
         for line in lines(found, where):
             print_out(line)
     return 1 if found.reasons else 0
+
+
+def machine() -> dict[str, object]:
+    """Versions of what computes, and each GPU's memory in bytes; ``None`` for what is not here."""
+    return {
+        "versions": {name: _version(name) for name in ("kvrelay", "torch", "triton", "flash_attn")},
+        "cuda": torch.version.cuda,
+        "driver": _DRIVER.read_text().splitlines()[0] if _DRIVER.exists() else None,
+        "memory": [
+            torch.cuda.get_device_properties(number).total_memory
+            for number in range(torch.cuda.device_count())
+        ],
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def lines(found: SelfTest, where: str) -> list[str]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from kvrelay.errors import Unservable
+
+log = logging.getLogger(__name__)
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 CONTAINER = "NVIDIA_VISIBLE_DEVICES"
@@ -21,9 +23,9 @@ def open_device(asked: str) -> torch.device:
     """The device of "cpu", "cuda" or "cuda:N"; for "auto" a GPU where torch can use one.
 
     "cuda:N" is one of the devices that are visible; from then on this process sees no other, so its
-    threads and libraries cannot choose another. Raises ``Unservable`` if the device is not there,
-    and for "auto" if this machine has a GPU that torch cannot use: a GPU service that computes on
-    the CPU is an error that nobody sees.
+    threads and libraries cannot choose another. Raises ``Unservable`` if the device is not there.
+    "auto" raises it if torch cannot use a GPU that this container was given, or that is here beside
+    a torch for CUDA: a GPU service that computes on the CPU is an error that nobody sees.
     """
     kind, colon, number = asked.partition(":")
     numbered = kind == "cuda" and number.isascii() and number.isdigit()
@@ -38,11 +40,15 @@ def open_device(asked: str) -> torch.device:
         return torch.device("cuda")
     if kind == "cuda":
         raise Unservable(f"device {asked}: no CUDA device is available to this torch{_why()}")
-    if signs := list(_signs_of_a_gpu()):
-        raise Unservable(
-            f"device auto: there should be a GPU ({', '.join(signs)}), and this torch cannot use"
-            f" it{_why()}; choose --device cpu to compute on the CPU"
-        )
+    given = os.environ.get(CONTAINER, "") not in ("", "void", "none")
+    signs = [f"{CONTAINER}={os.environ[CONTAINER]}"] if given else []
+    if os.environ.get(VISIBLE) not in ("", "-1"):
+        signs += sorted(str(path) for path in _DEVICES.glob("nvidia[0-9]*"))
+    found = f"there should be a GPU ({', '.join(signs)}), and this torch cannot use it{_why()}"
+    if signs and (given or torch.version.cuda is not None):
+        raise Unservable(f"device auto: {found}; choose --device cpu to compute on the CPU")
+    if signs:  # a torch for the CPU was installed on purpose, or by mistake
+        log.warning("device auto: computing on the CPU: %s", found)
     return torch.device("cpu")
 
 
@@ -67,15 +73,6 @@ def _show_only(number: int) -> None:
     if shown is not None and number >= len(names):
         raise Unservable(f"device cuda:{number}: {VISIBLE} shows {shown!r} alone")
     os.environ[VISIBLE] = names[0 if shown is None else number]
-
-
-def _signs_of_a_gpu() -> Iterator[str]:
-    """What says that this process was given a GPU."""
-    given = os.environ.get(CONTAINER, "")
-    if given not in ("", "void", "none"):
-        yield f"{CONTAINER}={given}"
-    if torch.version.cuda is not None and os.environ.get(VISIBLE) not in ("", "-1"):
-        yield from sorted(str(path) for path in _DEVICES.glob("nvidia[0-9]*"))
 
 
 def _why() -> str:

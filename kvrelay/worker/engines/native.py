@@ -48,6 +48,7 @@ from kvstore.client.connect import connect
 log = logging.getLogger(__name__)
 TENANTS = 1024
 UNKNOWN_MEMORY = 1 << 30
+DEFAULT_WAY = Way("auto")
 
 
 def open_native(
@@ -75,10 +76,9 @@ def _open(
     )
     way = way_of(config, model)
     on_device = CudaAllocator(model.device) if model.device.type == "cuda" else None
-    limits = limits_of(config, model, on_device, way.backend)
+    limits = limits_of(config, model, on_device, way)
     runner = open_runner(model, limits, way, threads)
-    verdict = (runner.graphs_profile, *way.facts)
-    profile = numeric_profile(model, way.backend, threads, verdict)
+    profile = numeric_profile(model, way.backend, threads, way.facts)
     most = model_threads(model.weight_bytes, available_cores())
     if config.shared_cores and may_share_cores(model, way.backend, threads, most, profile):
         shared = SharedCores(config.shared_cores, threads, most, available_cores())
@@ -139,9 +139,7 @@ def may_share_cores(
 
 def open_runner(model: LoadedModel, limits: EngineLimits, way: Way, threads: int) -> Runner:
     """The runner of a worker; logs each reason why it is slower than it could be."""
-    graphs = None
-    if way.graphs:
-        graphs = GraphOptions(GraphLimits(limits.max_num_seqs, limits.max_model_len))
+    graphs = graphs_of(way, limits.max_num_seqs, limits.max_model_len)
     runner = Runner(model, limits.num_blocks, limits.block_size, way.backend, threads, graphs)
     if runner.attention_reason:
         log.warning("attention is %s: %s", runner.attention_profile, runner.attention_reason)
@@ -152,6 +150,11 @@ def open_runner(model: LoadedModel, limits: EngineLimits, way: Way, threads: int
     if runner.graphs_reason:
         log.warning("decode steps run without CUDA graphs: %s", runner.graphs_reason)
     return runner
+
+
+def graphs_of(way: Way, sequences: int, length: int) -> GraphOptions | None:
+    """The CUDA graphs of steps of so many sequences of such a length; ``None``: no graphs."""
+    return GraphOptions(GraphLimits(sequences, length)) if way.graphs else None
 
 
 def open_connector(
@@ -198,21 +201,19 @@ def limits_of(
     config: WorkerConfig,
     model: LoadedModel,
     device: DeviceMemory | None = None,
-    attention_backend: str = "auto",
+    way: Way = DEFAULT_WAY,
 ) -> EngineLimits:
     """The bounds of this worker; by default as many blocks as memory holds and requests can use.
 
-    For a ``device``, the largest step runs once with ``attention_backend``, and the pool leaves
-    room for it; ``Unservable`` if the step alone does not fit.
+    For a ``device``, the largest step runs once in the worker's ``way``, and the pool leaves room
+    for it; ``Unservable`` if the step alone does not fit.
     """
     size, length = config.block_size, model.info.max_model_len
     blocks = config.num_blocks
     if blocks is None:
         block_bytes = model.pool_shape(1, size).block_bytes
         useful = -(length // -size) * config.max_num_seqs
-        memory = config.kv_memory or int(
-            config.kv_share * _free(config, model, device, attention_backend)
-        )
+        memory = config.kv_memory or int(config.kv_share * _free(config, model, device, way))
         blocks = max(min(memory // block_bytes, useful), 1)
     if blocks * size < length:
         log.warning(
@@ -232,9 +233,7 @@ def limits_of(
     )
 
 
-def _free(
-    config: WorkerConfig, model: LoadedModel, device: DeviceMemory | None, attention_backend: str
-) -> int:
+def _free(config: WorkerConfig, model: LoadedModel, device: DeviceMemory | None, way: Way) -> int:
     """Free bytes on the device, or on this host; the pool gets a share of them."""
     if device is None:
         memory = host_memory()
@@ -245,6 +244,7 @@ def _free(
         length=model.info.max_model_len,
         block_size=config.block_size,
     )
-    free = free_in_largest_step(model, bounds, device, attention_backend, config.threads)
+    graphs = graphs_of(way, min(bounds.requests, bounds.positions), bounds.length)
+    free = free_in_largest_step(model, bounds, device, way.backend, config.threads, graphs)
     log.info("%.2f GiB of device memory stay free in the largest step", free / (1 << 30))
     return free

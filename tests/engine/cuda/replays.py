@@ -20,9 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.engine.cuda import interpreter  # isort: skip (it comes before every kernel)
 
 from kvrelay.engine.attention.native.library import FORCED_PRODUCTS, ONEDNN
+from kvrelay.engine.attention.triton_backend import TritonBackend
 from kvrelay.engine.core.updates import Work
 from kvrelay.engine.graphs import Graph, GraphLimits
-from kvrelay.engine.model.loading import load_model
+from kvrelay.engine.largest_step import StepBounds, free_in_largest_step
+from kvrelay.engine.model.loading import LoadedModel, load_model
 from kvrelay.engine.runner import GraphOptions, Runner
 from kvrelay.sampling import Sampling
 from tests.engine.torch.drive import prompts
@@ -88,9 +90,12 @@ class Recorded:
     def __init__(self) -> None:
         self.captured = 0
         self.replayed = 0
+        self.refuses = False
 
     def capture(self, function: Callable[[], object]) -> Graph:
         function()
+        if self.refuses:
+            raise Refused("operation failed due to a previous error during capture")
         notes: list[Callable[[], None]] = []
         interpreter.LAUNCHES = notes
         try:
@@ -122,19 +127,56 @@ def run(kind: str, dtype: str, seed: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = tiny_model(kind, Path(folder) / kind, kinds[dtype], seed)
         loaded = load_model(path, dtype, "cpu")
+        _measure(loaded)
         recorded = Recorded()
         options = GraphOptions(GraphLimits(ROWS, BLOCKS * SIZE), lambda: recorded)
         ours = Runner(loaded, BLOCKS, SIZE, "triton", graphs=options)
         real = Runner(loaded, BLOCKS, SIZE, "triton")
         assert ours.graphs_reason == "", ours.graphs_reason
-        assert ours.graphs_profile == "graphs-1-2-4-8"
         assert recorded.captured == 4, recorded.captured  # one length of context holds them all
         for runner in (ours, real):
             runner.pool.tensor.fill_(torch.nan)
         steps = _compare(ours, real, random.Random(seed))
         assert recorded.captured == 4, "the upload has moved"
         assert recorded.replayed == steps, f"{recorded.replayed} of {steps} steps were replayed"
+        _move_upload(ours, recorded)
+        _compare(ours, real, random.Random(seed))
+        assert recorded.replayed == steps, "a graph that reads the old upload was replayed"
         return f"{steps} steps replayed"
+
+
+class _Memory:
+    """A device's memory; its largest growth is the number of graphs at that moment."""
+
+    def __init__(self, recorded: Recorded) -> None:
+        self._recorded = recorded
+
+    def free(self) -> int:
+        return 1 << 20
+
+    def begin(self) -> None:
+        assert self._recorded.captured == 0
+
+    def peak(self) -> int:
+        return self._recorded.captured
+
+
+def _measure(loaded: LoadedModel) -> None:
+    """The pool leaves room for the graphs too."""
+    recorded = Recorded()
+    options = GraphOptions(GraphLimits(ROWS, BLOCKS * SIZE), lambda: recorded)
+    memory, bounds = _Memory(recorded), StepBounds(2 * ROWS, ROWS, BLOCKS * SIZE, SIZE)
+    free = free_in_largest_step(loaded, bounds, memory, "triton", graphs=options)
+    assert free == (1 << 20) - 4, free
+    assert recorded.replayed == 2, recorded.replayed
+
+
+def _move_upload(runner: Runner, recorded: Recorded) -> None:
+    """A step needs more room than any before, and the driver captures nothing any more."""
+    backend = runner._backend
+    assert isinstance(backend, TritonBackend)
+    backend.reserve(1 << 12, SIZE)
+    recorded.refuses = True
 
 
 def _compare(ours: Runner, real: Runner, rng: random.Random) -> int:

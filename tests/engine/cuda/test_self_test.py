@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from kvrelay.cli.doctor import device
 from kvrelay.cli.doctor.command import main
 from kvrelay.engine.self_test import DeviceCheck, SelfTest
-from tests.engine.cuda.processes import interpreted, needs_a_gpu, needs_triton, on_device
+from tests.engine.cuda.processes import SECONDS, interpreted, needs_a_gpu, needs_triton, on_device
 
 # The best way, and the checks that do not hold.
 CASES = {
@@ -23,6 +24,7 @@ CASES = {
 
 @needs_triton
 @pytest.mark.triton
+@pytest.mark.timeout(SECONDS + 10)
 @pytest.mark.parametrize("case", CASES)
 def test_mistakes_of_a_device(case: str) -> None:
     way, failed = CASES[case]
@@ -53,9 +55,22 @@ def test_without_a_device_the_way_is_sdpa(capsys: pytest.CaptureFixture[str]) ->
     assert told["device"].endswith(tuple("0123456789+cpu"))
     found = {check["name"]: check for check in told["checks"]}
     holds = {name: check["holds"] for name, check in found.items()}
-    assert holds == {"varlen": None, "flash_attn": None, "triton": False}
+    assert holds == {"triton": False, "varlen": None, "flash_attn": None}
     assert told["reasons"] == [f"{name}: {check['found']}" for name, check in found.items()]
-    assert told["reasons"][0].startswith("varlen: cannot be used: its kernels run on a CUDA")
+    assert told["reasons"][1].startswith("varlen: cannot be used: its kernels run on a CUDA")
+    assert told["versions"]["torch"] == torch.__version__
+    assert told["memory"] == []
+
+
+def test_without_cuda_the_error_is_json_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["--device", "cuda", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["device"] == "cuda"
+    assert "no CUDA device is available to this torch" in told["error"]
+    assert set(told["versions"]) == {"kvrelay", "torch", "triton", "flash_attn"}
 
 
 def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

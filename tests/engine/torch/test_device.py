@@ -43,12 +43,18 @@ def test_auto(gpu: dict[str, bool]) -> None:
 
 
 def test_auto_is_loud_where_a_gpu_cannot_be_used(
-    gpu: dict[str, bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    gpu: dict[str, bool],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A torch for CUDA beside a device file, or a container that was given a GPU."""
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert open_device("auto").type == "cpu"  # a torch for the CPU was installed on purpose
+    assert open_device("auto").type == "cpu"  # such a torch may have been installed on purpose
+    (said,) = caplog.messages
+    assert "computing on the CPU" in said
+    assert "nvidia0), and this torch cannot use it: torch" in said
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(Unservable, match=r"nvidia0\), and this torch cannot.*driver.*--device cpu"):
         open_device("auto")

@@ -18,8 +18,11 @@ from kvrelay.engine.sampling.sampler import sample
 from kvrelay.engine.sampling.tensor_philox import TensorPhilox
 from kvrelay.errors import KvrelayError, Unavailable
 from kvrelay.sampling import Sampling
+from tests.engine.cuda.processes import needs_a_gpu
 
 CPU = torch.device("cpu")
+ON_A_GPU = (pytest.mark.gpu, pytest.mark.triton, needs_a_gpu)
+DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=ON_A_GPU)]
 WORD = 0xFFFFFFFF
 
 
@@ -58,18 +61,22 @@ def drawn(rng: random.Random, size: int) -> Sampling:
 
 
 def on_device(
-    logits: torch.Tensor, works: list[Work], masks: GrammarMasks | None = None
+    logits: torch.Tensor,
+    works: list[Work],
+    masks: GrammarMasks | None = None,
+    device: torch.device = CPU,
 ) -> list[Sampled]:
     """What the device's sampler makes, of a step whose works are in this order."""
-    sampler = DeviceSampler(CPU, logits.shape[1])
+    sampler = DeviceSampler(device, logits.shape[1])
     plan = sampler.plan(works, range(len(works)))
-    words = [torch.from_numpy(part.copy()) for part in plan.words]
-    return sampler.sample(logits, plan, words, masks)
+    words = [torch.from_numpy(part.copy()).to(device) for part in plan.words]
+    return sampler.sample(logits.to(device), plan, words, masks)
 
 
+@pytest.mark.parametrize("device", DEVICES, ids=str)
 @pytest.mark.parametrize("size", [12, 300, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_random_rows(size: int, dtype: torch.dtype) -> None:
+def test_random_rows(size: int, dtype: torch.dtype, device: torch.device) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -96,7 +103,7 @@ def test_random_rows(size: int, dtype: torch.dtype) -> None:
                 errors[rows[-1]] = Unavailable("of a grammar")
             masks = GrammarMasks(tuple(rows), forbidden, errors)
         want = sample(logits.clone(), works, masks)
-        got = on_device(logits.clone(), works, masks)
+        got = on_device(logits.clone(), works, masks, device)
         for mine, theirs in zip(got, want, strict=True):
             assert str(mine.error) == str(theirs.error)
             assert mine.error is not None or mine == theirs

@@ -16,6 +16,7 @@ from kvrelay.engine.core.updates import Work
 from kvrelay.engine.largest_step import StepBounds, largest_steps
 from kvrelay.engine.model.loading import LoadedModel, load_model
 from kvrelay.engine.runner import Runner
+from kvrelay.engine.step_down import Way
 from kvrelay.errors import Unservable
 from kvrelay.sampling import Sampling
 from kvrelay.worker.config import WorkerConfig
@@ -130,7 +131,7 @@ def serve(loaded: LoadedModel, blocks: int) -> None:
 
 def test_the_pool_leaves_room_for_every_step(loaded: LoadedModel) -> None:
     with memory_of(ROOM) as memory:
-        limits = limits_of(config(0.95), loaded, memory, "sdpa")
+        limits = limits_of(config(0.95), loaded, memory, Way("sdpa"))
         assert memory.taken() < 4096, "the measured step leaves nothing behind"
     block = loaded.pool_shape(1, SIZE).block_bytes
     assert 0.2 * ROOM < limits.num_blocks * block < 0.8 * ROOM
@@ -142,7 +143,7 @@ def test_the_pool_leaves_room_for_every_step(loaded: LoadedModel) -> None:
 
 def test_a_given_pool_is_not_measured(loaded: LoadedModel) -> None:
     with memory_of(1 << 20) as memory:
-        assert limits_of(config(0.5, blocks=77), loaded, memory, "sdpa").num_blocks == 77
+        assert limits_of(config(0.5, blocks=77), loaded, memory, Way("sdpa")).num_blocks == 77
 
 
 def test_a_step_that_does_not_fit_is_refused_at_start(loaded: LoadedModel) -> None:
@@ -150,7 +151,7 @@ def test_a_step_that_does_not_fit_is_refused_at_start(loaded: LoadedModel) -> No
         memory_of(1 << 20) as memory,
         pytest.raises(Unservable, match=r"512 positions and 32 .*--max-num-batched-tokens"),
     ):
-        limits_of(config(0.5), loaded, memory, "sdpa")
+        limits_of(config(0.5), loaded, memory, Way("sdpa"))
 
 
 @pytest.mark.parametrize(
@@ -160,9 +161,9 @@ def test_a_step_that_does_not_fit_is_refused_at_start(loaded: LoadedModel) -> No
 def test_steps_are_the_largest_there_can_be(
     positions: int, requests: int, length: int, room: int
 ) -> None:
-    prompts, rows = largest_steps(StepBounds(positions, requests, length, SIZE), room)
+    prompts, uneven, rows = largest_steps(StepBounds(positions, requests, length, SIZE), room)
     several = min(requests, positions)
-    for works in (prompts, rows):
+    for works in (prompts, uneven, rows):
         assert len(works) == several
         assert all(work.sampling is not None for work in works)
         for work in works:
@@ -171,7 +172,9 @@ def test_steps_are_the_largest_there_can_be(
             assert len(work.tokens) == end
             assert len(work.blocks) * SIZE >= end
     assert sum(work.count for work in prompts) == min(positions, several * length)
-    assert prompts[0].start + prompts[0].count == max(min(length, room), prompts[0].count)
+    longest = max(min(length, room), prompts[0].count)
+    assert prompts[0].start + prompts[0].count == longest
+    assert [work.start + work.count for work in uneven] == [longest, *[2] * (several - 1)]
     contexts = {work.start + work.count for work in rows}
-    assert contexts == {max(min(length, room // several), 1)}
-    assert {work.count for work in rows} == {1}
+    assert contexts == {max(min(length, room // several), 2)}
+    assert {work.count for work in (*uneven, *rows)} == {1}
