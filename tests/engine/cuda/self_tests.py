@@ -12,8 +12,10 @@ from tests.engine.cuda import interpreter  # isort: skip (it comes before every 
 
 from kvrelay.cluster.config import SHIPPED_MODEL
 from kvrelay.engine import graphs, self_test
+from kvrelay.engine.attention.batch import Batch
 from kvrelay.engine.attention.copies import HostBlockCopier
-from kvrelay.engine.cuda.attention import PagedPool
+from kvrelay.engine.attention.triton_backend import TritonBackend, TritonStep
+from kvrelay.engine.cuda.attention import SEGMENT, PagedPool
 from kvrelay.engine.model.loading import load_model
 from kvrelay.engine.step_down import DeviceExaminer, choose_way
 from kvrelay.errors import Unservable
@@ -46,6 +48,16 @@ def wrong_attention() -> None:
     PagedPool.attend = lambda *given: own(*given) + 0.1  # type: ignore[method-assign]
 
 
+def lost_segments() -> None:
+    """Decode rows that read the first segment of their keys alone."""
+    own = TritonBackend.step
+
+    def first_only(self: TritonBackend, batch: Batch, longest: int | None = None) -> TritonStep:
+        return own(self, batch, SEGMENT)
+
+    TritonBackend.step = first_only  # type: ignore[method-assign]
+
+
 def lost_writes() -> None:
     """Copies to the device that do not arrive."""
     HostBlockCopier.write = lambda *given: None  # type: ignore[method-assign]
@@ -56,6 +68,7 @@ CASES: dict[str, tuple[Callable[[], graphs.GraphRuntime], Callable[[], None]]] =
     "stale": (Stale, lambda: None),
     "refusing": (Refusing, lambda: None),
     "attention": (Recorded, wrong_attention),
+    "segments": (Recorded, lost_segments),
     "copies": (Recorded, lost_writes),
 }
 

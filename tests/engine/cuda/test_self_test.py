@@ -18,6 +18,7 @@ CASES = {
     "stale": ("triton", ["graphs"]),
     "refusing": ("triton", ["graphs"]),
     "attention": ("sdpa", ["attention bfloat16", "attention float32", "model"]),
+    "segments": ("sdpa", ["attention bfloat16", "attention float32"]),
     "copies": ("graphs", ["blocks"]),
 }
 
