@@ -173,7 +173,7 @@ def same_as_sdpa(
     """
     size, worst = shape.block_size, 0.0
     kept = -(_LONG_CONTEXT // -size)
-    shape = replace(shape, num_blocks=BLOCKS + kept + 1)
+    shape = replace(shape, num_blocks=BLOCKS + kept + 2)
     pools = [KVPool(shape, device) for _ in range(2)]
     pools[0].tensor.fill_(torch.nan)
     generator = torch.Generator().manual_seed(1)
@@ -183,10 +183,10 @@ def same_as_sdpa(
         pool.tensor[last[:kept]] = context.to(device, pool.tensor.dtype)
     backends = choose_attention(backend, pools[0]).backend, SdpaBackend(pools[1])
     tables = ([3, 9, 1, 22], [4, 8, 2, 17], [6, 0, 12, 5], last)
-    long, end = 5 * size // 2, kept * size
+    long, end, chunk = 5 * size // 2, kept * size, min(size, 9)
     for spans in (
         ((0, long), (0, size + 1), (0, 1), (end, 1)),
-        ((long, 9), (size + 1, 1), (1, 1), (end + 1, 9)),
+        ((long, chunk), (size + 1, 1), (1, 1), (end + 1, chunk)),
     ):
         works = [
             Work([0] * (start + count), start, count, table, 1, None)

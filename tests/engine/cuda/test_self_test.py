@@ -9,7 +9,8 @@ import torch
 
 from kvrelay.cli.doctor import device
 from kvrelay.cli.doctor.command import main
-from kvrelay.engine.self_test import DeviceCheck, SelfTest
+from kvrelay.engine.attention.pool import PoolShape
+from kvrelay.engine.self_test import DeviceCheck, SelfTest, same_as_sdpa
 from tests.engine.cuda.processes import SECONDS, interpreted, needs_a_gpu, needs_triton, on_device
 
 # The best way, and the checks that do not hold.
@@ -46,6 +47,15 @@ def test_a_gpu() -> None:
     *_, worker, doctor = on_device("self_tests", "right").splitlines()
     assert doctor == "way graphs; failed []"
     assert worker.startswith("a worker computes with triton with CUDA graphs: ")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 256])
+def test_attention_is_compared_at_any_block_size(size: int) -> None:
+    shape = PoolShape(1, 2, size, 2, 64, "float32")
+    assert same_as_sdpa(torch.device("cpu"), shape, 4, "sdpa") == (
+        True,
+        "differs from SDPA by 0.0e+00 at most",
+    )
 
 
 def test_without_a_device_the_way_is_sdpa(capsys: pytest.CaptureFixture[str]) -> None:
