@@ -6,6 +6,7 @@ memory allows; their block tables repeat one block, so they need no memory.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -90,6 +91,7 @@ def free_in_largest_step(
             " into the device memory that the weights leave: lower --max-num-batched-tokens or"
             " --max-num-seqs"
         ) from error
+    gc.collect()  # graphs and their runner refer to each other
     return max(memory.free() - peak, 0)
 
 

@@ -7,6 +7,7 @@ capture, as on a device. A runner with such graphs is compared, bit by bit, with
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -22,7 +23,7 @@ from tests.engine.cuda import interpreter  # isort: skip (it comes before every 
 from kvrelay.engine.attention.native.library import FORCED_PRODUCTS, ONEDNN
 from kvrelay.engine.attention.triton_backend import TritonBackend
 from kvrelay.engine.core.updates import Work
-from kvrelay.engine.graphs import Graph, GraphLimits
+from kvrelay.engine.graphs import DecodeGraphs, Graph, GraphLimits
 from kvrelay.engine.largest_step import StepBounds, free_in_largest_step
 from kvrelay.engine.model.loading import LoadedModel, load_model
 from kvrelay.engine.runner import GraphOptions, Runner
@@ -152,6 +153,7 @@ class _Memory:
         self._recorded = recorded
 
     def free(self) -> int:
+        assert not [one for one in gc.get_objects() if isinstance(one, DecodeGraphs)]
         return 1 << 20
 
     def begin(self) -> None:
