@@ -64,7 +64,7 @@ test-gpu: $(READY) ## interpret and compile the kernels for GPUs; no GPU is need
 	@if ! $(BIN)/python -c 'import triton' 2>/dev/null \
 		&& ! $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -e '.[triton]'; \
 		then echo "test-gpu: skipped, pip cannot install triton here"; exit 0; fi; \
-	$(BIN)/python -m pytest -m triton -n $(JOBS) tests/engine/cuda $(ARGS)
+	$(BIN)/python -m pytest -m triton -n $(JOBS) tests/engine/cuda tests/engine/torch/test_device_sampler.py $(ARGS)
 
 check: $(READY) buf ## lint, format, strict types, buf lint, house rules (imports, generated code)
 	@echo "ruff check" && $(BIN)/ruff check --quiet --output-format concise .

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 MOST_ROWS = 256
 """More rows are computed by launches: the device is busy for longer than the host takes."""
 
-_SHORTEST = 512  # positions of context of the first graphs; the next have four times as many
+_SHORTEST = 512  # positions of context of the first graphs; the next have up to four times as many
 
 Forward = Callable[[TritonStep], torch.Tensor]
 """Logits of all rows of a step."""
@@ -41,6 +41,9 @@ class GraphRuntime(Protocol):
 
     def capture(self, function: Callable[[], object]) -> Graph:
         """The graph of what a function launches."""
+
+    def synchronize(self) -> None:
+        """Wait for the device, and raise its error if it has one."""
 
 
 class CudaGraphs:
@@ -66,6 +69,9 @@ class CudaGraphs:
             function()
         return graph
 
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
 
 @dataclass(frozen=True, slots=True)
 class GraphLimits:
@@ -83,13 +89,13 @@ class GraphLimits:
         """Positions of context of the graphs."""
         made = [_SHORTEST]
         while made[-1] < self.positions:
-            made.append(4 * made[-1])
+            made.append(min(4 * made[-1], self.positions))
         return made
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    graph: Graph | None  # None: the capture failed
+    graph: Graph
     place: int  # of the upload that the graph reads
 
 
@@ -116,17 +122,14 @@ class DecodeGraphs:
             return None
         longest = int(batch.lengths.max())
         key = next((k for k in reversed(self._keys()) if k[0] >= rows and k[1] >= longest), None)
-        if key is None:
+        if key not in self._captured:
             return None
         step = self._backend.step(batch.padded(key[0]), key[1])
         if self._captured[key].place != step.place:  # the upload has moved, to grow
-            self._captured[key] = self._captured_again(*key, step.place)
+            if not self._captured_again(key):
+                return None
             step = self._backend.step(batch.padded(key[0]), key[1])
-        graph = self._captured[key].graph
-        if graph is None:
-            self._compute(step)
-        else:
-            graph.replay()
+        self._captured[key].graph.replay()
         return self._logits[:rows], step
 
     def _keys(self) -> list[tuple[int, int]]:
@@ -138,15 +141,19 @@ class DecodeGraphs:
         step = self._backend.step(no_works().padded(rows), longest)
         return _Captured(self._runtime.capture(lambda: self._compute(step)), step.place)
 
-    def _captured_again(self, rows: int, longest: int, place: int) -> _Captured:
-        """While requests run, a capture that fails must cost no more than its graph."""
+    def _captured_again(self, key: tuple[int, int]) -> bool:
+        """Whether the new capture succeeded; if not, such steps are launched from now on.
+
+        Raises the device's error if it has one: that is of no capture.
+        """
         try:
-            return self._capture(rows, longest)
-        except torch.AcceleratorError:
-            raise
+            self._captured[key] = self._capture(*key)
         except RuntimeError as error:
-            log.warning("decode steps of %d rows run without a CUDA graph: %s", rows, error)
-            return _Captured(None, place)
+            del self._captured[key]
+            log.warning("decode steps of %d rows run without a CUDA graph: %s", key[0], error)
+            self._runtime.synchronize()
+            return False
+        return True
 
     def _compute(self, step: TritonStep) -> None:
         made = self._forward(step)

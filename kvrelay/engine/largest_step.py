@@ -112,10 +112,10 @@ def _peak(
 
 
 def largest_steps(bounds: StepBounds, room: int) -> Iterator[list[Work]]:
-    """Prompt chunks, one with the longest context; decode rows, the same; rows of equal contexts.
+    """Prompt chunks, one with the longest context; a chunk and decode rows; rows of equal contexts.
 
-    Memory of decode rows may follow their number times the longest context. ``room``: the most
-    positions of a pool. Every request samples.
+    Memory of decode rows may follow their number times the longest context, and they run beside a
+    prompt's chunk. ``room``: the most positions of a pool. Every request samples.
     """
     requests = min(bounds.requests, bounds.positions)
     each, more = divmod(bounds.positions, requests)
@@ -123,7 +123,9 @@ def largest_steps(bounds: StepBounds, room: int) -> Iterator[list[Work]]:
     longest = max(min(bounds.length, room), counts[0])
     yield [_work(longest, counts[0], bounds), *(_work(n, n, bounds) for n in counts[1:])]
     least = min(bounds.length, 2)  # a prompt and a token
-    yield [_work(longest, 1, bounds), *(_work(least, 1, bounds) for _ in counts[1:])]
+    rest = min(bounds.positions - requests + 1, bounds.length)
+    decodes = [_work(longest, 1, bounds), *(_work(least, 1, bounds) for _ in counts[2:])]
+    yield [*decodes, _work(rest, rest, bounds)] if requests > 1 else decodes
     context = max(min(bounds.length, room // requests), least)
     yield [_work(context, 1, bounds) for _ in counts]
 

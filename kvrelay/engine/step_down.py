@@ -153,15 +153,19 @@ class DeviceExaminer:
         return self._attempt("graphs", lambda: same_graphs(self._model, launched, self._runtime))
 
     def facts(self, name: str) -> tuple[str, ...]:
-        counts = [rows for rows in ROWS if name not in ALTERNATIVES or rows <= _FEW]
-        runner = self._opened(name)
-        with torch.inference_mode():
-            rows = same_rows(runner, counts) == counts
-            cuts = same_cuts(self._model, runner)
-        return (f"rows-{_word(rows)}", f"cuts-{_word(cuts)}")
+        found = self._attempt("facts", lambda: self._facts(name))
+        if found.holds is False:
+            raise Unservable(f"the self-test of {name} failed: {found.found}")
+        return tuple(found.found.split())
 
     def blocks(self, name: str) -> DeviceCheck:
         return self._attempt("blocks", lambda: same_blocks(self._opened(name)))
+
+    def _facts(self, name: str) -> tuple[None, str]:
+        counts = [rows for rows in ROWS if name not in ALTERNATIVES or rows <= _FEW]
+        runner = self._opened(name)
+        rows = same_rows(runner, counts) == counts
+        return None, f"rows-{_word(rows)} cuts-{_word(same_cuts(self._model, runner))}"
 
     def _attention(self, name: str) -> tuple[bool, str]:
         heads = self._model.info.num_heads

@@ -11,6 +11,9 @@ from typing import NamedTuple
 
 import torch
 
+SEGMENT = 512
+"""Keys that are summed before they are merged with those before: a part of every row's bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:

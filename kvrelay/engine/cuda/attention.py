@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvrelay.engine.cuda.arguments import (
+    SEGMENT,
     AttentionOptions,
     Contexts,
     LayerPool,
@@ -17,9 +18,6 @@ from kvrelay.engine.cuda.arguments import (
 from kvrelay.engine.cuda.attention_kernels import attend_decode, attend_prefill, combine_segments
 from kvrelay.engine.cuda.launch import launch
 from kvrelay.engine.cuda.row_kernels import store_rows
-
-SEGMENT = 512
-"""Keys that are summed before they are merged with those before: a part of every row's bits."""
 
 REVISION = 2
 """Changes with every change to the bits of a result, the angles of a rotation included."""

@@ -20,8 +20,8 @@ from tests.engine.cuda.interpreter import ORDER, there, vast  # isort: skip (it 
 
 from kvrelay.engine.attention.batch import no_works
 from kvrelay.engine.attention.triton_backend import slots_of
-from kvrelay.engine.cuda.arguments import AttentionOptions
-from kvrelay.engine.cuda.attention import SEGMENT, PagedEntries, PagedPool
+from kvrelay.engine.cuda.arguments import SEGMENT, AttentionOptions
+from kvrelay.engine.cuda.attention import PagedEntries, PagedPool
 from kvrelay.engine.cuda.rows import gated, norm, rotate
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.decoder_weights import DecoderLayer, DecoderWeights, HeadLayout, RmsNorm

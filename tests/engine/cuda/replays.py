@@ -96,7 +96,7 @@ class Recorded:
     def capture(self, function: Callable[[], object]) -> Graph:
         function()
         if self.refuses:
-            raise Refused("operation failed due to a previous error during capture")
+            raise torch.AcceleratorError("operation failed due to a previous error during capture")
         notes: list[Callable[[], None]] = []
         interpreter.LAUNCHES = notes
         try:
@@ -106,6 +106,9 @@ class Recorded:
             interpreter.LAUNCHES = None
         self.captured += 1
         return _Notes(notes, self)
+
+    def synchronize(self) -> None:
+        """Nothing runs beside Python here."""
 
 
 class _Notes:
@@ -170,7 +173,7 @@ def _measure(loaded: LoadedModel) -> None:
     memory, bounds = _Memory(recorded), StepBounds(2 * ROWS, ROWS, BLOCKS * SIZE, SIZE)
     free = free_in_largest_step(loaded, bounds, memory, "triton", graphs=options)
     assert free == (1 << 20) - 4, free
-    assert recorded.replayed == 2, recorded.replayed
+    assert recorded.replayed == 1, recorded.replayed  # the others compute prompts too
 
 
 def _move_upload(runner: Runner, recorded: Recorded) -> None:

@@ -15,7 +15,8 @@ from kvrelay.engine import graphs, self_test
 from kvrelay.engine.attention.batch import Batch
 from kvrelay.engine.attention.copies import HostBlockCopier
 from kvrelay.engine.attention.triton_backend import TritonBackend, TritonStep
-from kvrelay.engine.cuda.attention import SEGMENT, PagedPool
+from kvrelay.engine.cuda.arguments import SEGMENT
+from kvrelay.engine.cuda.attention import PagedPool
 from kvrelay.engine.model.loading import load_model
 from kvrelay.engine.step_down import DeviceExaminer, choose_way
 from kvrelay.errors import Unservable

@@ -161,9 +161,9 @@ def test_a_step_that_does_not_fit_is_refused_at_start(loaded: LoadedModel) -> No
 def test_steps_are_the_largest_there_can_be(
     positions: int, requests: int, length: int, room: int
 ) -> None:
-    prompts, uneven, rows = largest_steps(StepBounds(positions, requests, length, SIZE), room)
+    prompts, mixed, rows = largest_steps(StepBounds(positions, requests, length, SIZE), room)
     several = min(requests, positions)
-    for works in (prompts, uneven, rows):
+    for works in (prompts, mixed, rows):
         assert len(works) == several
         assert all(work.sampling is not None for work in works)
         for work in works:
@@ -174,7 +174,10 @@ def test_steps_are_the_largest_there_can_be(
     assert sum(work.count for work in prompts) == min(positions, several * length)
     longest = max(min(length, room), prompts[0].count)
     assert prompts[0].start + prompts[0].count == longest
-    assert [work.start + work.count for work in uneven] == [longest, *[2] * (several - 1)]
+    *decodes, chunk = mixed
+    assert [work.start + work.count for work in decodes] == [longest, *[2] * (several - 2)]
+    assert chunk.count == min(positions - several + 1, length)
+    assert chunk.start == 0
     contexts = {work.start + work.count for work in rows}
     assert contexts == {max(min(length, room // several), 2)}
-    assert {work.count for work in (*uneven, *rows)} == {1}
+    assert {work.count for work in (*decodes, *rows)} == {1}
