@@ -243,7 +243,6 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 request,
                 received_at=inbound.received_at,
                 regenerates=inbound.regenerates,
-                hit=inbound.hit,
                 tools=tools,
                 reasoning=start,
                 span=span,

@@ -92,6 +92,7 @@ class ResumeState:
     def __init__(self, request: router_pb2.GenerateRequest) -> None:
         self._request = request
         self._first: router_pb2.GenerateResponse | None = None
+        self._cached: int | None = None  # tokens of the prompt
         self._answers = [_Answer([]) for _ in range(min(max(request.n, 1), MAX_SAMPLES))]
         for answer, received in zip(self._answers, request.samples, strict=False):
             answer.ended = received.ended
@@ -106,6 +107,8 @@ class ResumeState:
         """Record one message; ``Unavailable`` if it is of an answer that was not asked for."""
         self.unanswered = 0
         self._first = self._first or message  # it has the identifiers
+        if message.HasField("cached_prompt_tokens"):
+            self._cached = message.cached_prompt_tokens
         if message.index >= len(self._answers):
             raise Unavailable(f"the router sent answer {message.index} of {len(self._answers)}")
         answer = self._answers[message.index]
@@ -145,6 +148,8 @@ class ResumeState:
             request.sampling.seed = (self._first.seed - self._first.index) % SEEDS
             request.weights = self._first.weights
             request.prompt_hash = self._first.prompt_hash
+        if self._cached is not None:
+            request.cached_prompt_tokens = self._cached
         return request
 
     def _add_samples(self, request: router_pb2.GenerateRequest) -> None:

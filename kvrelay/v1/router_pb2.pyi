@@ -402,6 +402,7 @@ class GenerateRequest(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """up to 128 printable ASCII characters; default: drawn by the router"""
     model: _builtins.str
@@ -422,6 +423,8 @@ class GenerateRequest(_message.Message):
     """samples, 1 to 128; sample i has the seed `seed + i`; default 1"""
     retention: Global___Retention.ValueType
     """INVALID_ARGUMENT for a value that is not known here"""
+    cached_prompt_tokens: _builtins.int
+    """to resume: the usage tells them again"""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """already tokenized"""
@@ -458,17 +461,22 @@ class GenerateRequest(_message.Message):
         n: _builtins.int | None = ...,
         samples: _abc.Iterable[Global___SampleOutput] | None = ...,
         retention: Global___Retention.ValueType = ...,
+        cached_prompt_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "chat", b"chat", "input", b"input", "max_tokens", b"max_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_prompt_tokens", b"_cached_prompt_tokens", "_max_tokens", b"_max_tokens", "_n", b"_n", "cached_prompt_tokens", b"cached_prompt_tokens", "chat", b"chat", "input", b"input", "max_tokens", b"max_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "chat", b"chat", "explain", b"explain", "input", b"input", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt", b"prompt", "prompt_hash", b"prompt_hash", "request_id", b"request_id", "retention", b"retention", "samples", b"samples", "sampling", b"sampling", "token_ids", b"token_ids", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_prompt_tokens", b"_cached_prompt_tokens", "_max_tokens", b"_max_tokens", "_n", b"_n", "cached_prompt_tokens", b"cached_prompt_tokens", "chat", b"chat", "explain", b"explain", "input", b"input", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt", b"prompt", "prompt_hash", b"prompt_hash", "request_id", b"request_id", "retention", b"retention", "samples", b"samples", "sampling", b"sampling", "token_ids", b"token_ids", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cached_prompt_tokens: _TypeAlias = _typing.Literal["cached_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__cached_prompt_tokens: _TypeAlias = _typing.Literal["_cached_prompt_tokens", b"_cached_prompt_tokens"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cached_prompt_tokens) -> _WhichOneofReturnType__cached_prompt_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
     @_typing.overload
@@ -493,6 +501,7 @@ class GenerateResponse(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """on the first response"""
     text: _builtins.str
@@ -509,6 +518,8 @@ class GenerateResponse(_message.Message):
     """of the sample; each has its own first and last response"""
     reasoning: _builtins.str
     """new text between <think> and </think>, of chats; it is not in `text`"""
+    cached_prompt_tokens: _builtins.int
+    """On the first response of the sample that computes the prompt: a cache hit of the request."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Token]: ...
     @_builtins.property
@@ -533,13 +544,19 @@ class GenerateResponse(_message.Message):
         index: _builtins.int = ...,
         tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
         reasoning: _builtins.str = ...,
+        cached_prompt_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "seed", b"seed", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_prompt_tokens", b"_cached_prompt_tokens", "_seed", b"_seed", "cached_prompt_tokens", b"cached_prompt_tokens", "seed", b"seed", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "finish_reason", b"finish_reason", "index", b"index", "prompt_hash", b"prompt_hash", "reasoning", b"reasoning", "request_id", b"request_id", "seed", b"seed", "text", b"text", "tokens", b"tokens", "tool_calls", b"tool_calls", "usage", b"usage", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_prompt_tokens", b"_cached_prompt_tokens", "_seed", b"_seed", "cached_prompt_tokens", b"cached_prompt_tokens", "finish_reason", b"finish_reason", "index", b"index", "prompt_hash", b"prompt_hash", "reasoning", b"reasoning", "request_id", b"request_id", "seed", b"seed", "text", b"text", "tokens", b"tokens", "tool_calls", b"tool_calls", "usage", b"usage", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cached_prompt_tokens: _TypeAlias = _typing.Literal["cached_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__cached_prompt_tokens: _TypeAlias = _typing.Literal["_cached_prompt_tokens", b"_cached_prompt_tokens"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cached_prompt_tokens) -> _WhichOneofReturnType__cached_prompt_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015

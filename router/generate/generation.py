@@ -121,10 +121,9 @@ class Generation:
         if self.so_far <= MANY_TOKENS:
             self.replay_tokens()
             return
-        request = self.request
-        async with request.deadline.limit("to make text of the output so far"):
+        async with self.request.deadline.limit("to make text of the output so far"):
             size = BYTES_PER_TOKEN * self.so_far
-            await self._parts.threads.run(request.tenant, size, self.replay_tokens)
+            await self._parts.threads.run(self.request.tenant, size, self.replay_tokens)
 
     def replay_tokens(self) -> None:
         """Decode the tokens so far here; raises ``Rejected`` if one before the last ends them."""
@@ -336,8 +335,7 @@ class Generation:
             event.usage.address = placed.worker.address
             self._parts.placer.learn(placed, self._bound.prefix, event.usage)
             self._usages.append(event.usage)
-        if event.handoff is not None:
-            self._handoff = event.handoff
+        self._handoff = event.handoff or self._handoff
         self._admitted = event.admitted or self._admitted
         tokens, text = event.tokens, ""
         for count, token in enumerate(tokens, 1):
@@ -381,19 +379,22 @@ class Generation:
             response.seed = request.sampling.seed
             response.weights = self._bound.weights
             response.prompt_hash = request.prompt_hash
+            if self._follows is None:
+                response.cached_prompt_tokens = self._hit()
         response.finish_reason = finish
         self._reader.fill(response, text, last=finish != UNFINISHED)
-        if request.regenerates:
-            legs = [*self._usages, self._admitted] if self._admitted else self._usages
-            response.usage.cached_prompt_tokens = hit_of(legs, len(request.prompt))
         return response
 
+    def _hit(self) -> int:
+        """Tokens of the prompt that were cached before the request was first received."""
+        known, prompt = self.request.hit, len(self.request.prompt)
+        legs = [*self._usages, self._admitted] if self._admitted else self._usages
+        return hit_of(legs, prompt) if known is None else known
+
     def _last_response(self) -> router_pb2.GenerateResponse:
-        text = "" if self._stopped else self._text.flush()
-        response = self._response((), text, self._finish)
+        response = self._response((), "" if self._stopped else self._text.flush(), self._finish)
         prompt, waited, first = self.request.prompt, self._waited, self._first_token_seconds
         usage = request_usage(self._usages, len(prompt), self.so_far, waited, first or 0.0)
-        if self.request.hit is not None:
-            usage.cached_prompt_tokens = self.request.hit
+        usage.cached_prompt_tokens = self._hit()
         response.usage.CopyFrom(usage)
         return response

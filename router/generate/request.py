@@ -50,7 +50,7 @@ class AcceptedRequest:
     ``received_at`` is a time of ``time.monotonic``. ``samples``: what the client has of each, if
     there are several; ``split`` makes a request of each, whose index is ``sample``. One that
     ``regenerates`` makes again what its client has: nothing of it goes out. ``hit``: the tokens of
-    its prompt that such a one found in the cache, for the request that continues it.
+    its prompt that the call that it resumes found in the cache.
     """
 
     id: str
@@ -274,6 +274,11 @@ def build(
     prompt_hash = xxhash.xxh3_64_intdigest(array("I", prompt).tobytes())
     if message.prompt_hash not in (0, prompt_hash):
         raise Mismatch("prompt_hash", OTHER_PROMPT)
+    hit = message.cached_prompt_tokens if message.HasField("cached_prompt_tokens") else None
+    if hit is not None and hit > len(prompt):
+        raise Rejected(
+            "cached_prompt_tokens", f"must be at most the prompt's {len(prompt)} tokens, got {hit}"
+        )
     check_ids("output_token_ids", message.output_token_ids, vocab_size)
     for index, sample in enumerate(message.samples):
         check_ids(f"samples[{index}].token_ids", sample.token_ids, vocab_size)
@@ -297,6 +302,7 @@ def build(
         tenant=tenant,
         priority=message.priority,
         prompt_hash=prompt_hash,
+        hit=hit,
         samples=_received(message),
         retention=message.retention,
     )

@@ -62,6 +62,7 @@ class Answer:
 
     def events(self, response: router_pb2.GenerateResponse) -> str:
         """The events of one response; empty while there is nothing to show."""
+        self._note_hit(response)
         index, before = response.index, self._positions[response.index]
         part = AnswerChoice()
         part.take(self._served(response))
@@ -98,11 +99,19 @@ class Answer:
     def _note(self, response: router_pb2.GenerateResponse) -> None:
         index, before = response.index, self._positions[response.index]
         ended = before.ended or bool(response.finish_reason)
-        self._positions[index] = SamplePosition(before.tokens + len(response.tokens), ended)
+        tokens = before.tokens + len(response.tokens)
+        self._positions[index] = replace(before, tokens=tokens, ended=ended, begun=True)
         if response.HasField("usage"):
             account = response.usage
             counts = account.completion_tokens, account.cached_prompt_tokens
             self._accounts[index // self.form.samples] = counts
+
+    def _note_hit(self, response: router_pb2.GenerateResponse) -> None:
+        """Keep it at the first choice of the prompt, for the event ids."""
+        if response.HasField("cached_prompt_tokens"):
+            first = response.index // self.form.samples * self.form.samples
+            position = self._positions[first]
+            self._positions[first] = replace(position, hit=response.cached_prompt_tokens)
 
     def _shown(self) -> Json | bool | None:
         """``null`` in every chunk but the last if the client asked for usage, else nothing."""

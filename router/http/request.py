@@ -246,7 +246,7 @@ class HttpRequest:
         call, serve = self._calls[index], self._backend.serve
         async with aclosing(serve(call, self._record)) as responses:
             outputs: list[list[int]] = []
-            hit: int | None = None  # of the sample that computes the prompt
+            hit: int | None = None
             async for response in responses:
                 if self._kept:  # the client has sent what it has
                     yield response
@@ -254,8 +254,8 @@ class HttpRequest:
                 positions = self._positions(index)
                 outputs = outputs or [[] for _ in positions]
                 outputs[response.index].extend(token.id for token in response.tokens)
-                if hit is None and not response.index:
-                    hit = response.usage.cached_prompt_tokens
+                if response.HasField("cached_prompt_tokens"):
+                    hit = response.cached_prompt_tokens
                 if hit is not None and has_reached(outputs, positions):
                     break
             else:
@@ -265,11 +265,11 @@ class HttpRequest:
         message, begin = self._messages[index], index * self._asked.samples
         outputs = [tokens[: at.tokens] for tokens, at in zip(outputs, positions, strict=True)]
         set_outputs(message, outputs, positions)
+        message.cached_prompt_tokens = hit
         self._outputs.update(enumerate(outputs, begin))
         inbound = Inbound(
             message=message,
             cache_salt=self._cache_salt,
-            hit=hit,
             received_at=call.accepted.result().received_at,
         )
         again = self._call(_reading(inbound), replace(call.sender, nbytes=message.ByteSize()))
@@ -343,7 +343,10 @@ class HttpRequest:
         stream, several = given.stream, len(ask.messages) > 1
         weights = await self._served(stream.weights)
         seeded = ask.messages[0].sampling.HasField("seed")
-        for message in ask.messages:
+        hits = [position.hit for position in given.samples[:: ask.form.samples]]
+        for message, hit in zip(ask.messages, hits, strict=True):
+            if hit is not None:
+                message.cached_prompt_tokens = hit
             message.request_id = stream.request_id
             message.sampling.seed = stream.seed
             message.prompt_hash = 0 if several else stream.prompt_hash

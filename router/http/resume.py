@@ -1,10 +1,11 @@
 """Event ids, with which a client resumes a broken stream: the position and what it is bound to.
 
 An id is ``POSITIONS-TOKEN``: output tokens received of each choice, empty before its first event,
-with ``e`` once its finish reason was received, and a last ``u`` once the usage was; and what
-identifies the stream. The token binds the tenant, the request's body, its seed, the prompt's
-tokens, and the weights with their numeric profile. It holds no output: a client that sends only the
-id lets the router generate these tokens again, which are the same ones.
+after ``h`` the cached tokens of the prompt of which it is the first choice, with ``e`` once its
+finish reason was received, and a last ``u`` once the usage was; and what identifies the stream. The
+token binds the tenant, the request's body, its seed, the prompt's tokens, and the weights with
+their numeric profile. It holds no output: a client that sends only the id lets the router generate
+these tokens again, which are the same ones.
 """
 
 from __future__ import annotations
@@ -28,21 +29,24 @@ DIGEST_BYTES = 8
 MAX_CHARS = 4096
 _LAYOUT = struct.Struct(f"<QQQ{DIGEST_BYTES}s{DIGEST_BYTES}s")
 ENDED = "e"
+HIT = "h"
 TOLD = "u"
 
 
 @dataclass(frozen=True, slots=True)
 class SamplePosition:
-    """What a client has of one sample."""
+    """What a client has of one sample; ``hit``: cached tokens of the prompt, if it is known."""
 
     tokens: int
     ended: bool = False
     begun: bool = True
+    hit: int | None = None
 
     def __str__(self) -> str:
         if not self.begun:
             return ""
-        return f"{self.tokens}{ENDED if self.ended else ''}"
+        hit = "" if self.hit is None else f"{HIT}{self.hit}"
+        return f"{self.tokens}{hit}{ENDED if self.ended else ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,10 +117,15 @@ def parse_event_id(text: str, samples: int) -> Resumption:
 def _position(text: str) -> SamplePosition:
     if not text:
         return SamplePosition(0, begun=False)
-    number = text.removesuffix(ENDED)
-    if not (number.isascii() and number.isdigit() and len(number) <= 9):
+    tokens, known, hit = text.removesuffix(ENDED).partition(HIT)
+    cached = _number(hit) if known else None
+    return SamplePosition(_number(tokens), text.endswith(ENDED), hit=cached)
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
         raise ValueError(text)
-    return SamplePosition(int(number), text.endswith(ENDED))
+    return int(text)
 
 
 def event_id(positions: Sequence[SamplePosition], stream: str, told: bool = False) -> str:

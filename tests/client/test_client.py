@@ -21,6 +21,7 @@ from kvrelay.client.liveness import Liveness
 from kvrelay.client.parameters import Parameters
 from kvrelay.errors import DeadlineExceeded, Mismatch, NotFound, Rejected, Unavailable
 from kvrelay.sampling import Sampling
+from kvrelay.usage import Usage
 from kvrelay.v1 import router_pb2, types_pb2
 from tests.router.fakes import (
     LENGTH,
@@ -212,6 +213,32 @@ async def test_an_answer_is_not_gone_on_with_by_another_model() -> None:
         async with running([smaller]) as third, AsyncClient(third.address) as other:
             got += [chunk async for chunk in other.resume(stream)]
     assert [t for chunk in got for t in chunk.token_ids] == answer(PROMPT, 10, got[0].seed)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+async def test_a_resumed_answer_has_the_hits_of_its_first_call(samples: int) -> None:
+    """The KV that the call before computed itself is no hit."""
+    step = asyncio.Semaphore(4)
+    first = decode_worker(behaviour=Behaviour(hits=2, step=step))
+    async with running([first]) as router, AsyncClient(router.address) as client:
+        stream = client.generate(token_ids=PROMPT, max_tokens=10, n=samples)
+        for _ in range(4):
+            await anext(stream)
+    cached = decode_worker("d1", behaviour=Behaviour(hits=len(PROMPT)))
+    async with running([cached]) as router, AsyncClient(router.address) as client:
+        again = client.resume(stream)
+        await anext(again)
+        assert (await usage_of(client.resume(again))).cached_prompt_tokens == 2
+        other = client.generate(token_ids=PROMPT, max_tokens=10)
+        assert (await usage_of(other)).cached_prompt_tokens == len(PROMPT)
+
+
+async def usage_of(stream: AsyncStream) -> Usage:
+    """The usage on the last chunk."""
+    chunks = [chunk async for chunk in stream]
+    usage = chunks[-1].usage
+    assert usage is not None
+    return usage
 
 
 async def test_an_answer_is_not_gone_on_with_from_other_tokens_of_its_prompt() -> None:

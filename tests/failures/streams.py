@@ -62,7 +62,7 @@ def draw(chance: random.Random, count: int, prompt: int, max_tokens: int) -> lis
 @dataclass(slots=True)
 class Stream:
     """One response stream. ``broken`` counts errors after which the client resumed, ``refused`` the
-    refusals of a poison request among them."""
+    refusals of a poison request among them, ``unbegun`` those before the first token."""
 
     query: Query
     tokens: list[int] = field(default_factory=list)
@@ -70,6 +70,7 @@ class Stream:
     usage: Usage | None = None
     broken: int = 0
     refused: int = 0
+    unbegun: int = 0
 
     async def run(self, client: AsyncClient, may_break: bool, may_refuse: bool = False) -> None:
         """Read to the end; resume after ``Unavailable`` if it ``may_break``, else raise."""
@@ -89,6 +90,7 @@ class Stream:
                     raise
                 self.refused += refused
             self.broken += 1
+            self.unbegun += not self.tokens
             await asyncio.sleep(RETRY_SECONDS)
             call = client.resume(call, timeout=PATIENCE)
 
@@ -103,10 +105,10 @@ class Stream:
     def check_usage(self, known: bool = False, unheard: bool = False) -> None:
         """Every token is in the account of exactly one leg of the last call.
 
-        Unless its prompt was ``known`` before, a stream that was never resumed has the hits of an
-        undisturbed run, none, whatever died since. ``unheard``: connections broke, so a living
-        worker may have admitted a lost leg without the router receiving its account; a later leg
-        then counts that leg's blocks as hits (docs/failures.md, "All figures of a lost leg").
+        Unless its prompt was ``known`` before, a stream that had a token before it broke has the
+        hits of an undisturbed run, none, whatever died since. ``unheard``: connections broke, so a
+        living worker may have admitted a lost leg without the router receiving its account; a later
+        leg then counts that leg's blocks as hits (docs/failures.md, "All figures of a lost leg").
         """
         usage = self.usage
         assert usage is not None
@@ -125,8 +127,9 @@ class Stream:
             assert sum(leg.generated for leg in usage.legs) == len(self.tokens)
             first = next(leg for leg in usage.legs if leg.length)
             assert usage.cached_prompt_tokens == first.local + first.external, usage
-            lost = usage.legs[: usage.legs.index(first)]
-            assert known or (unheard and lost) or usage.cached_prompt_tokens == 0, usage
+            unheard = unheard and usage.legs.index(first) > 0
+        if not (self.unbegun or known or unheard):
+            assert usage.cached_prompt_tokens == 0, usage
 
 
 async def run_all(address: str, streams: list[Stream], may_break: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrelay.errors import Mismatch
+from kvrelay.errors import Mismatch, Rejected
 from kvrelay.text.bad_words import bad_word_ids
 from kvrelay.v1 import router_pb2
 from tests.router.fakes import answer, decode_worker, ids, prefill_worker, running, tokenizer
@@ -25,6 +25,15 @@ async def test_a_worker_gets_bad_words_as_token_ids_in_every_leg() -> None:
         sent = [list(sequence.ids) for sequence in leg.sampling.bad_word_ids]
         assert sent == [[7, 8], *bad_word_ids(tokenizer(), ["fox", "dog"])]
         assert dict(leg.sampling.logit_bias) == {9: -3.0}
+
+
+async def test_no_more_tokens_are_cached_than_the_prompt_has() -> None:
+    asked = request(6)
+    asked.cached_prompt_tokens = len(PROMPT) + 1
+    async with running([decode_worker()]) as router:
+        error = await failing(router.generate(asked))
+    assert isinstance(error, Rejected)
+    assert str(error).startswith("cached_prompt_tokens: must be at most the prompt's ")
 
 
 async def test_template_arguments_are_part_of_the_prompt() -> None:

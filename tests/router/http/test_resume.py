@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 
 import pytest
 
@@ -86,6 +87,12 @@ async def test_what_is_generated_again_is_no_cache_hit(samples: int) -> None:
         rest = await resumed
         assert usage_of(rest) == usage_of(whole)
         assert router.service.totals.cached_prompt_tokens == 2
+        for last, _ in whole[1:-2]:
+            assert usage_of(await events(client, body, last=last)) == usage_of(whole)
+        unknown = re.sub("^([0-9]+)h[0-9]+", r"\1", whole[6][0])  # of an older router
+        cached = {"cached_tokens": len(PROMPT)}
+        found = usage_of(await events(client, body, last=unknown))
+        assert found["prompt_tokens_details"] == cached
 
 
 def usage_of(found: list[Event]) -> dict[str, object]:
