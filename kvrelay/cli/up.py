@@ -112,12 +112,13 @@ class Up:
         self._model_check = ModelCheck(self.cluster.specs)
 
     def _may_be_refused(self) -> bool:
-        """Whether the workers would refuse their model, device or attention on some machine."""
+        """Whether workers would refuse their model, its length, device or attention somewhere."""
         config = self._config
         return (
             config.model != "recall"
             or config.device not in (None, "auto", "cpu")
             or config.attention_backend not in (None, "auto")
+            or config.max_model_len is not None
         )
 
     def serve(self) -> int:

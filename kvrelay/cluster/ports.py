@@ -67,12 +67,19 @@ class ReservedPorts:
     def __init__(self, ports: Iterable[WantedPort]) -> None:
         """Raises ``Rejected`` naming the first port that another process has."""
         self._sockets: list[socket.socket] = []
+        fields: dict[int, str] = {}
         for wanted in ports:
             held = reserve(wanted.host, wanted.port)
             if held is None:
                 self.close()
+                if wanted.port in fields:
+                    raise Rejected(
+                        wanted.field,
+                        f"{wanted.port} is also the value of {fields[wanted.port]}: use another",
+                    )
                 taken = f"{wanted.port} on {wanted.host} is taken"
                 raise Rejected(wanted.field, f"{taken}: stop that process, or {wanted.instead}")
+            fields[wanted.port] = wanted.field
             self._keep(held, wanted.host, wanted.port)
             if wanted.public and wanted.host in OTHER_LOOPBACK:
                 self._reserve_other(OTHER_LOOPBACK[wanted.host], wanted.port)

@@ -144,7 +144,7 @@ class DecodeGraphs:
     def _captured_again(self, key: tuple[int, int]) -> bool:
         """Whether the new capture succeeded; if not, such steps are launched from now on.
 
-        Raises the device's error if it has one: that is of no capture.
+        Raises the device's error, if it has one beside that of the capture.
         """
         try:
             self._captured[key] = self._capture(*key)

@@ -112,10 +112,11 @@ def _peak(
 
 
 def largest_steps(bounds: StepBounds, room: int) -> Iterator[list[Work]]:
-    """Prompt chunks, one with the longest context; a chunk and decode rows; rows of equal contexts.
+    """Three steps. Every request samples; ``room``: the most positions of a pool.
 
-    Memory of decode rows may follow their number times the longest context, and they run beside a
-    prompt's chunk. ``room``: the most positions of a pool. Every request samples.
+    The first has prompt chunks, one of them with the longest context. The second has decode rows,
+    one of them so, and a chunk: the rows' memory may follow their number times the longest context.
+    The third has decode rows of equal contexts, which fill the pool.
     """
     requests = min(bounds.requests, bounds.positions)
     each, more = divmod(bounds.positions, requests)

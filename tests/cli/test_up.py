@@ -202,6 +202,11 @@ def test_a_device_that_is_not_there_is_refused_once_before_the_start(
     assert text.count("no CUDA device is available") == 1
 
 
+def test_a_length_beyond_the_model_is_refused_once_before_the_start(tmp_path: Path) -> None:
+    text = refused(Path("recall"), tmp_path, "--max-model-len", "100000")
+    assert text.count("max_model_len 100000 exceeds the model's own limit of 4096") == 1
+
+
 def test_a_collector_that_is_no_url_is_refused_before_the_start(
     model: Path, tmp_path: Path
 ) -> None:

@@ -119,6 +119,13 @@ def test_only_the_listening_server_gets_connections(port: int) -> None:
         child[0].close()
 
 
+def test_one_port_for_two_servers_is_an_error_that_names_both(port: int) -> None:
+    wanted = [WantedPort(HOST, port), WantedPort(HOST, port, "http_port")]
+    with pytest.raises(Rejected, match=f"http_port: {port} is also the value of port: use another"):
+        ReservedPorts(wanted)
+    ReservedPorts(wanted[:1]).close()
+
+
 def test_a_second_cluster_on_the_port_is_an_error(port: int) -> None:
     """It has the same user, so the kernel alone would let it share the port."""
     wanted = WantedPort(HOST, port, "http_port", "take another")
