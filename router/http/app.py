@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
@@ -15,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvrelay.errors import KvrelayError
+from kvrelay.errors import KvrelayError, Unavailable
 from kvrelay.process import logs
 from kvrelay.rpc import tracing
 from router.http.access import Access
@@ -52,6 +53,8 @@ class _Edge:
             await self._handler(exchange)
         except Disconnected:
             log.debug("request %s: its client has left", exchange.request_id)
+        except asyncio.CancelledError:  # by the server, whose grace has ended
+            await exchange.fail(Unavailable("this router ends: ask another one"))
         except KvrelayError as error:
             await exchange.fail(error)
         except Exception as error:  # noqa: BLE001 - the edge: it ends this request

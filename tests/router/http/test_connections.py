@@ -286,3 +286,21 @@ async def test_handshakes_are_counted_and_bounded(tmp_path: Path) -> None:
         for _, one in silent:
             one.close()
         await until(lambda: server.connections.open == 0)
+
+
+async def test_an_unanswered_request_is_told_that_the_router_ends() -> None:
+    """At the end of the grace; uvicorn's own answer is 500, which no client sends again."""
+    async with bounded() as (_, client, server):
+        reader, writer = await raw(client)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: 100\r\n\r\n{"
+        )
+        serving = server._server
+        assert serving is not None
+        await until(lambda: bool(serving.server_state.tasks))
+        await server.stop()
+        answer = await asyncio.wait_for(reader.read(), 20)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"this router ends: ask another one" in answer
+        writer.close()
