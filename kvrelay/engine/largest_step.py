@@ -81,7 +81,10 @@ def free_in_largest_step(
     threads: int | None = None,
     graphs: GraphOptions | None = None,
 ) -> int:
-    """Bytes that stay free beside the step and the graphs. ``Unservable`` if they do not fit."""
+    """Bytes of the device's memory that the largest step and the graphs leave free.
+
+    Raises ``Unservable`` if the step and the graphs do not fit.
+    """
     room = memory.free() // model.pool_shape(1, 1).block_bytes
     try:
         peak = _peak(model, bounds, room, memory, attention_backend, threads, graphs)

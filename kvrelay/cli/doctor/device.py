@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
+from kvrelay.cli.doctor.machine import version_of
 from kvrelay.cli.screen import paint, print_out
 from kvrelay.cluster.config import SHIPPED_MODEL
 from kvrelay.engine.kernels import kernels
@@ -17,6 +17,7 @@ from kvrelay.engine.self_test import SelfTest, self_test
 from kvrelay.errors import Unservable
 
 _DRIVER = Path("/proc/driver/nvidia/version")
+_PACKAGES = ("kvrelay", "torch", "triton", "flash_attn")
 _MARKS = {True: ("+", "green"), False: ("!", "red"), None: (" ", "blue")}
 
 
@@ -49,7 +50,7 @@ def show_device(device: str, as_json: bool) -> int:
 def machine() -> dict[str, object]:
     """Versions of what computes, and each GPU's memory in bytes; ``None`` for what is not here."""
     return {
-        "versions": {name: _version(name) for name in ("kvrelay", "torch", "triton", "flash_attn")},
+        "versions": {name: version_of(name) for name in _PACKAGES},
         "cuda": torch.version.cuda,
         "driver": _DRIVER.read_text().splitlines()[0] if _DRIVER.exists() else None,
         "memory": [
@@ -57,13 +58,6 @@ def machine() -> dict[str, object]:
             for number in range(torch.cuda.device_count())
         ],
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def lines(found: SelfTest, where: str) -> list[str]:

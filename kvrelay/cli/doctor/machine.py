@@ -99,7 +99,8 @@ def _packages() -> Iterator[Diagnosis]:
     absent = missing(*EXTRAS)
     for name in VERSIONS:
         if name not in absent:
-            yield Diagnosis(name, "ok", _version(name))
+            # One without a version can be imported, which is all that is needed.
+            yield Diagnosis(name, "ok", version_of(name) or "installed")
     broken = services_installed() and all(map(missing, CLUSTER))
     for extra, purpose in PURPOSES.items():
         if lacks := missing(extra):
@@ -111,11 +112,12 @@ def _packages() -> Iterator[Diagnosis]:
             yield Diagnosis(f"[{extra}]", "ok", f"complete{beside}")
 
 
-def _version(name: str) -> str:
+def version_of(package: str) -> str | None:
+    """The version of an installed distribution; ``None`` if there is none."""
     try:
-        return version(name)
-    except PackageNotFoundError:  # it can be imported, which is all that is needed
-        return "installed"
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _cluster() -> Iterator[Diagnosis]:

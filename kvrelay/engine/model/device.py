@@ -25,7 +25,7 @@ def open_device(asked: str) -> torch.device:
     "cuda:N" is one of the devices that are visible; from then on this process sees no other, so its
     threads and libraries cannot choose another. Raises ``Unservable`` if the device is not there.
     "auto" raises it if torch cannot use a GPU that this container was given, or that is here beside
-    a torch for CUDA: a GPU service that computes on the CPU is an error that nobody sees.
+    a torch for CUDA. Otherwise the service would compute on the CPU, and nobody would notice.
     """
     kind, colon, number = asked.partition(":")
     numbered = kind == "cuda" and number.isascii() and number.isdigit()
