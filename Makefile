@@ -14,6 +14,9 @@ PIP_ARGS ?=
 ARGS ?=
 # Processes that run tests side by side. Tests wait for clusters: three keep two cores busy.
 JOBS ?= 3
+# No new process for one that crashed: pytest-xdist 3.8 would then wait for its tests forever.
+SIDE_BY_SIDE := -n $(JOBS) --max-worker-restart 0
+BY_FILE := $(SIDE_BY_SIDE) --dist loadfile --no-loadscope-reorder
 
 KERNELS := $(wildcard kvrelay/engine/attention/native/*.cpp kvrelay/engine/attention/native/*.h)
 PROTOS := $(wildcard protos/kvrelay/v1/*.proto)
@@ -37,14 +40,14 @@ up: $(READY) ## start a cluster that serves until Ctrl-C
 
 test: $(READY) ## run the tests (under ten minutes on two cores)
 	@$(BIN)/python -m pytest -m 'not slow and not peer and not vllm and not triton' \
-		-n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+		$(BY_FILE) $(ARGS)
 
 cover: $(READY) ## run the tests with coverage (half as long again)
 	@$(BIN)/python -m pytest -m 'not slow and not peer and not vllm and not triton' --cov --cov-report=term $(ARGS)
 
 test-slow: $(READY) ## run the tests that wait for silent peers (a quarter of an hour)
 	@$(BIN)/python -m pytest -m 'slow and not peer and not vllm' \
-		-n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+		$(BY_FILE) $(ARGS)
 
 test-fast: $(READY) ## run the tests that start no processes
 	@$(BIN)/python -m pytest -m 'not cluster and not slow and not peer and not vllm and not triton' $(ARGS)
@@ -64,7 +67,7 @@ test-gpu: $(READY) ## interpret and compile the kernels for GPUs; no GPU is need
 	@if ! $(BIN)/python -c 'import triton' 2>/dev/null \
 		&& ! $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -e '.[triton]'; \
 		then echo "test-gpu: skipped, pip cannot install triton here"; exit 0; fi; \
-	$(BIN)/python -m pytest -m triton -n $(JOBS) tests/engine/cuda tests/engine/torch/test_device_sampler.py $(ARGS)
+	$(BIN)/python -m pytest -m triton $(SIDE_BY_SIDE) tests/engine/cuda tests/engine/torch/test_device_sampler.py $(ARGS)
 
 check: $(READY) buf ## lint, format, strict types, buf lint, house rules (imports, generated code)
 	@echo "ruff check" && $(BIN)/ruff check --quiet --output-format concise .

@@ -31,6 +31,7 @@ class Runtime:
         self.current = [0]  # the stream of the innermost ``torch.cuda.stream``
         self._names = iter(range(1, 1 << 30))
         self.pinned: dict[int, int] = {}  # bytes that the device reaches, by address
+        self.kept: list[torch.Tensor] = []  # what is pinned: a mistaken program may copy there late
         self.registered: dict[int, tuple[int, bool]] = {}  # bytes, and whether it may write them
         self.meanwhile: Callable[[], object] = lambda: None  # what other threads do in a wait
         self.counts: Counter[str] = Counter()
@@ -238,6 +239,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         if not pin_memory:
             return made
         Memory.runtime.pinned[made.data_ptr()] = made.nbytes
+        Memory.runtime.kept.append(made)
         Memory.runtime.counts["pinned"] += 1
         return made.as_subclass(Pinned)
 
