@@ -100,7 +100,8 @@ class LegUsage:
 class Usage:
     """The account of a whole answer; ``legs`` are in order of time.
 
-    ``cached_prompt_tokens`` is the first leg's hit: a transfer between legs is no cache hit.
+    ``cached_prompt_tokens`` is the first leg's hit: a transfer between legs is no cache hit. It is
+    ``None`` if that is not known: the leg was lost before its admission reached the router.
     ``queue_seconds`` are those in the router's queue and in the first worker's.
     ``first_token_seconds`` runs in the router, from the request to the first token sent.
     ``recomputed`` is the number of executed positions less that of distinct ones, over all legs: 0
@@ -109,7 +110,7 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
-    cached_prompt_tokens: int
+    cached_prompt_tokens: int | None
     legs: tuple[LegUsage, ...]
     queue_seconds: float
     prefill_seconds: float

@@ -27,7 +27,6 @@ from kvrelay.text.structured import GrammarCompiler
 from kvrelay.text.tokenizer import Tokenizer, eos_token_ids
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router.config import RouterConfig
-from router.generate.generation import SharedParts
 from router.generate.record import Door, RequestRecord, name_of
 from router.generate.request import (
     InboundCall,
@@ -43,6 +42,7 @@ from router.generate.request import (
 )
 from router.generate.retry import PoisonList, RetryControl, RetryLimits, TokenBucket
 from router.generate.samples import Samples
+from router.generate.shared import SharedParts
 from router.generate.spans import AnswerSpan, note_request
 from router.latency import RequestHistograms, RequestTimes
 from router.placement.placer import Placer

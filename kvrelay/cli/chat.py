@@ -98,7 +98,8 @@ class Conversation:
         print_out()
         usage = chunks[-1].usage if chunks else None
         if usage is not None and sys.stderr.isatty():
-            cached, prompt = usage.cached_prompt_tokens, usage.prompt_tokens
+            cached = "?" if usage.cached_prompt_tokens is None else usage.cached_prompt_tokens
+            prompt = usage.prompt_tokens
             ended = "; cut at --max-tokens" if chunks[-1].finish_reason == "length" else ""
             note = f"({cached} of {prompt} prompt tokens were cached{ended})"
             print_err(paint(note, "dim", sys.stderr))

@@ -33,8 +33,9 @@ def _json(value: object, name: str) -> object:
 
 def usage_lines(usage: Usage) -> str:
     """A usage as lines of text."""
+    cached = "?" if usage.cached_prompt_tokens is None else usage.cached_prompt_tokens
     head = (
-        f"{usage.prompt_tokens} prompt tokens, {usage.cached_prompt_tokens} of them cached;"
+        f"{usage.prompt_tokens} prompt tokens, {cached} of them cached;"
         f" {usage.completion_tokens} new; first token {usage.first_token_seconds * 1e3:.0f} ms"
     )
     legs = (line for leg in usage.legs for line in _leg(leg))

@@ -78,7 +78,10 @@ def call_delta_of(message: router_pb2.ToolCallDelta) -> ToolCallDelta:
 
 def usage_of(message: types_pb2.Usage) -> Usage:
     """The account of an answer."""
-    return _copy(Usage, message, legs=tuple(map(leg_usage_of, message.legs)))
+    known = message.HasField("cached_prompt_tokens")
+    cached = message.cached_prompt_tokens if known else None
+    legs = tuple(map(leg_usage_of, message.legs))
+    return _copy(Usage, message, cached_prompt_tokens=cached, legs=legs)
 
 
 def leg_usage_of(message: types_pb2.LegUsage) -> LegUsage:

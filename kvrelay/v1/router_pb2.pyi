@@ -424,7 +424,7 @@ class GenerateRequest(_message.Message):
     retention: Global___Retention.ValueType
     """INVALID_ARGUMENT for a value that is not known here"""
     cached_prompt_tokens: _builtins.int
-    """to resume: the usage tells them again"""
+    """to resume: the usage tells them, or none"""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """already tokenized"""
@@ -519,7 +519,7 @@ class GenerateResponse(_message.Message):
     reasoning: _builtins.str
     """new text between <think> and </think>, of chats; it is not in `text`"""
     cached_prompt_tokens: _builtins.int
-    """On the first response of the sample that computes the prompt: a cache hit of the request."""
+    """On the first response of the sample that computes the prompt, if known: a hit of the request."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Token]: ...
     @_builtins.property

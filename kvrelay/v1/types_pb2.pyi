@@ -690,7 +690,7 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     cached_prompt_tokens: _builtins.int
-    """hits of the first leg; transfers between legs are not hits"""
+    """Hits of the first leg; transfers between legs are not hits. Absent if they are not known."""
     queue_seconds: _builtins.float
     """In the router's queue for a slot, and in the first worker's from submission to admission. Not in
     it: the tokenizer, the choice of a worker, and the waits of legs after the first.
@@ -710,7 +710,7 @@ class Usage(_message.Message):
         *,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
-        cached_prompt_tokens: _builtins.int = ...,
+        cached_prompt_tokens: _builtins.int | None = ...,
         legs: _abc.Iterable[Global___LegUsage] | None = ...,
         queue_seconds: _builtins.float = ...,
         prefill_seconds: _builtins.float = ...,
@@ -718,11 +718,13 @@ class Usage(_message.Message):
         first_token_seconds: _builtins.float = ...,
         recomputed: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_prompt_tokens", b"_cached_prompt_tokens", "cached_prompt_tokens", b"cached_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "first_token_seconds", b"first_token_seconds", "legs", b"legs", "prefill_seconds", b"prefill_seconds", "prompt_tokens", b"prompt_tokens", "queue_seconds", b"queue_seconds", "recomputed", b"recomputed", "transfer_seconds", b"transfer_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_prompt_tokens", b"_cached_prompt_tokens", "cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "first_token_seconds", b"first_token_seconds", "legs", b"legs", "prefill_seconds", b"prefill_seconds", "prompt_tokens", b"prompt_tokens", "queue_seconds", b"queue_seconds", "recomputed", b"recomputed", "transfer_seconds", b"transfer_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__cached_prompt_tokens: _TypeAlias = _typing.Literal["cached_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__cached_prompt_tokens: _TypeAlias = _typing.Literal["_cached_prompt_tokens", b"_cached_prompt_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cached_prompt_tokens) -> _WhichOneofReturnType__cached_prompt_tokens | None: ...
 
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
 

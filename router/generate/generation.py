@@ -12,64 +12,27 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
 
 from kvrelay.errors import KvrelayError, Rejected, Unavailable
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.protocol import ending_of
 from kvrelay.text.output import OutputText
-from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.v1 import router_pb2, types_pb2
 from router.generate.calls import AnswerReader
 from router.generate.legs import UNFINISHED, LegEvent, LegOrder, run_leg
 from router.generate.request import AcceptedRequest
-from router.generate.retry import Attempts, FailedLeg, PoisonRequest, RetryControl, Trials
-from router.generate.usage import hit_of, lost_leg, request_usage
-from router.placement.placer import NextLeg, Placed, Placer, StreamBinding
+from router.generate.retry import Attempts, FailedLeg, PoisonRequest
+from router.generate.shared import SharedParts, SharedPrompt
+from router.generate.usage import begun_of, hit_of, lost_leg, request_usage
+from router.placement.placer import NextLeg, Placed, StreamBinding
 from router.queue.gate import Slot
-from router.queue.prompts import TextThreads
-from router.workers.registry import Registry
+from router.workers.health import WorkerLost, WorkerSilent
 
 log = logging.getLogger("kvrelay.router")
 STOP, LENGTH = types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH
 MANY_TOKENS = 4096  # decoding more takes milliseconds: not on the event loop
 BYTES_PER_TOKEN = 4  # of usual text
 SETTLE_LOOK_SECONDS = 0.2  # between two looks at silent workers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedParts:
-    """What all generations of a router share. ``handoff_wait`` is in seconds."""
-
-    registry: Registry
-    placer: Placer
-    retry: RetryControl
-    threads: TextThreads
-    tokenizer: Tokenizer
-    eos_token_ids: tuple[int, ...]
-    handoff_wait: float
-
-
-@dataclass(slots=True, eq=False)
-class SharedPrompt:
-    """What the samples of one request share: the sample ``leader`` computes their prompt.
-
-    ``computed`` is set once its blocks can be found, by workers of ``bound``: on ``worker`` (a boot
-    token), or in the store if that is empty.
-    """
-
-    leader: int
-    bound: StreamBinding
-    computed: asyncio.Event = field(default_factory=asyncio.Event)
-    worker: str = ""
-    trials: Trials = field(default_factory=Trials)
-
-    def note(self, bound: StreamBinding, worker: str) -> None:
-        """The prompt has been computed."""
-        if not self.computed.is_set():
-            self.bound = bound
-            self.worker = worker
-            self.computed.set()
 
 
 class Generation:
@@ -110,6 +73,7 @@ class Generation:
         self._waited = 0.0  # seconds in the router's queue
         self._id = secrets.randbits(64)  # a handoff is bound to it and to the leg's number
         self._legs = 0
+        self._unheard = False  # the first leg may have saved blocks, and was lost before admission
 
     @property
     def so_far(self) -> int:
@@ -159,6 +123,8 @@ class Generation:
                         yield response
             except KvrelayError as error:
                 slot.moved |= isinstance(error, Unavailable)
+                lost = isinstance(error, WorkerLost | WorkerSilent)
+                self._unheard |= lost and not begun_of(self._usages)
                 await self._retry(placed, error, self.so_far - before)
             finally:
                 if self._trials is not None:
@@ -379,22 +345,23 @@ class Generation:
             response.seed = request.sampling.seed
             response.weights = self._bound.weights
             response.prompt_hash = request.prompt_hash
-            if self._follows is None:
-                response.cached_prompt_tokens = self._hit()
+            if self._follows is None and (hit := self._hit()) is not None:
+                response.cached_prompt_tokens = hit
         response.finish_reason = finish
         self._reader.fill(response, text, last=finish != UNFINISHED)
         return response
 
-    def _hit(self) -> int:
-        """Tokens of the prompt that were cached before the request was first received."""
-        known, prompt = self.request.hit, len(self.request.prompt)
+    def _hit(self) -> int | None:
+        """Tokens of the prompt that were cached before the request was first received, if known."""
+        request = self.request
+        if request.hit is not None or request.outputs or self._unheard:
+            return request.hit
         legs = [*self._usages, self._admitted] if self._admitted else self._usages
-        return hit_of(legs, prompt) if known is None else known
+        return hit_of(legs, len(request.prompt))
 
     def _last_response(self) -> router_pb2.GenerateResponse:
         response = self._response((), "" if self._stopped else self._text.flush(), self._finish)
-        prompt, waited, first = self.request.prompt, self._waited, self._first_token_seconds
-        usage = request_usage(self._usages, len(prompt), self.so_far, waited, first or 0.0)
-        usage.cached_prompt_tokens = self._hit()
+        prompt, hit, first = len(self.request.prompt), self._hit(), self._first_token_seconds or 0.0
+        usage = request_usage(self._usages, prompt, hit, self.so_far, self._waited, first)
         response.usage.CopyFrom(usage)
         return response

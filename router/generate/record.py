@@ -36,7 +36,7 @@ class RequestRecord:
         self._first: float | None = None
         self._tokens = 0
         self._prompt_tokens = 0
-        self._cached_tokens = 0
+        self._cached_tokens: int | None = 0
         self._legs = 0
 
     def fail(self, error: KvrelayError) -> None:
@@ -50,7 +50,10 @@ class RequestRecord:
         self._tokens += len(response.tokens)
         if response.HasField("usage"):
             self._prompt_tokens += response.usage.prompt_tokens
-            self._cached_tokens += response.usage.cached_prompt_tokens
+            if not response.usage.HasField("cached_prompt_tokens"):
+                self._cached_tokens = None
+            elif self._cached_tokens is not None:
+                self._cached_tokens += response.usage.cached_prompt_tokens
             self._legs += len(response.usage.legs)
 
     def write(self, ended: str) -> None:

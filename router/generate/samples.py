@@ -12,8 +12,9 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 
 from kvrelay.v1 import router_pb2, types_pb2
-from router.generate.generation import Generation, SharedParts, SharedPrompt
+from router.generate.generation import Generation
 from router.generate.request import AcceptedRequest, split
+from router.generate.shared import SharedParts, SharedPrompt
 from router.generate.usage import samples_usage
 from router.placement.placer import StreamBinding
 from router.queue.gate import QueueGate

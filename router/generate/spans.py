@@ -57,12 +57,13 @@ class AnswerSpan:
         if not response.HasField("usage"):
             return
         usage = response.usage
+        if usage.HasField("cached_prompt_tokens"):
+            self._span.set({"gen_ai.usage.cache_read.input_tokens": usage.cached_prompt_tokens})
         self._span.set(
             {
                 "gen_ai.response.finish_reasons": self._reasons,
                 "gen_ai.response.time_to_first_chunk": usage.first_token_seconds,
                 "gen_ai.usage.input_tokens": usage.prompt_tokens,
-                "gen_ai.usage.cache_read.input_tokens": usage.cached_prompt_tokens,
                 "gen_ai.usage.output_tokens": usage.completion_tokens,
                 "kvrelay.tokens.recomputed": usage.recomputed,
             }

@@ -38,22 +38,21 @@ def lost_leg(
 def request_usage(
     legs: Sequence[types_pb2.LegUsage],
     prompt: int,
+    cached: int | None,
     completion: int,
     waited: float,
     first_token_seconds: float,
 ) -> types_pb2.Usage:
-    """``cached_prompt_tokens`` is the first leg's hit: a transfer between legs is no cache hit.
+    """``waited``: in this router's queue, which ``queue_seconds`` includes.
 
-    It never exceeds the prompt: a resumed request may also hit blocks of its tokens so far. A lost
-    leg whose admission did not arrive is taken to have computed and saved nothing. ``waited``: in
-    this router's queue, which ``queue_seconds`` includes.
+    A lost leg whose admission did not arrive is taken to have computed nothing.
     """
-    begun = _begun(legs)
+    begun = begun_of(legs)
     first = begun[0] if begun else types_pb2.LegUsage()
     return types_pb2.Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
-        cached_prompt_tokens=hit_of(legs, prompt),
+        cached_prompt_tokens=cached,
         legs=legs,
         queue_seconds=waited + first.queue_seconds,
         prefill_seconds=first.run_seconds,
@@ -63,13 +62,19 @@ def request_usage(
     )
 
 
-def hit_of(legs: Sequence[types_pb2.LegUsage], prompt: int) -> int:
-    """Tokens of the prompt that were a cache hit of the first leg."""
-    begun = _begun(legs)
-    return min(begun[0].local + begun[0].external, prompt) if begun else 0
+def hit_of(legs: Sequence[types_pb2.LegUsage], prompt: int) -> int | None:
+    """Tokens of the prompt that the first leg found; ``None`` if it did not tell.
+
+    A transfer between legs is no cache hit, nor is output of a resumed request.
+    """
+    begun = begun_of(legs)
+    if not begun:
+        return 0
+    return None if begun[0].admission_unknown else min(begun[0].local + begun[0].external, prompt)
 
 
-def _begun(legs: Sequence[types_pb2.LegUsage]) -> list[types_pb2.LegUsage]:
+def begun_of(legs: Sequence[types_pb2.LegUsage]) -> list[types_pb2.LegUsage]:
+    """The legs that computed something, as far as is known."""
     return [leg for leg in legs if leg.generated or not leg.admission_unknown]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvrelay.v1 import router_pb2
+from kvrelay.v1 import router_pb2, types_pb2
 from router.http.ask import AnswerForm
 from router.http.resume import Resumption, SamplePosition, event_id
 from router.http.shapes import DONE, AnswerChoice, AnswerShape, Json, usage_of
@@ -34,7 +34,7 @@ class Answer:
         self._echoes = [echo for echo in echoes for _ in range(form.samples)]
         self._choices = [AnswerChoice(text=echo) for echo in self._echoes]
         self._positions = [NOT_BEGUN] * form.choices
-        self._accounts: dict[int, tuple[int, int]] = {}  # of ended prompts: output, cached tokens
+        self._accounts: dict[int, types_pb2.Usage] = {}  # of ended prompts
         self._told = False  # the client has the event with the usage
 
     def resume(self, resumption: Resumption) -> None:
@@ -57,7 +57,9 @@ class Answer:
         if len(accounts) < len(self._prompts):
             so_far = sum(position.tokens for position in self._positions)
             return usage_of(prompt, so_far, None)
-        completion, cached = map(sum, zip(*accounts, strict=True))
+        completion = sum(account.completion_tokens for account in accounts)
+        known = all(account.HasField("cached_prompt_tokens") for account in accounts)
+        cached = sum(account.cached_prompt_tokens for account in accounts) if known else None
         return usage_of(prompt, completion, cached)
 
     def events(self, response: router_pb2.GenerateResponse) -> str:
@@ -102,9 +104,7 @@ class Answer:
         tokens = before.tokens + len(response.tokens)
         self._positions[index] = replace(before, tokens=tokens, ended=ended, begun=True)
         if response.HasField("usage"):
-            account = response.usage
-            counts = account.completion_tokens, account.cached_prompt_tokens
-            self._accounts[index // self.form.samples] = counts
+            self._accounts[index // self.form.samples] = response.usage
 
     def _note_hit(self, response: router_pb2.GenerateResponse) -> None:
         """Keep it at the first choice of the prompt, for the event ids."""

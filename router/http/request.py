@@ -246,7 +246,7 @@ class HttpRequest:
         call, serve = self._calls[index], self._backend.serve
         async with aclosing(serve(call, self._record)) as responses:
             outputs: list[list[int]] = []
-            hit: int | None = None
+            hit, leads = None, False
             async for response in responses:
                 if self._kept:  # the client has sent what it has
                     yield response
@@ -254,9 +254,10 @@ class HttpRequest:
                 positions = self._positions(index)
                 outputs = outputs or [[] for _ in positions]
                 outputs[response.index].extend(token.id for token in response.tokens)
+                leads |= response.index == 0  # the sample that computes the prompt, and tells hits
                 if response.HasField("cached_prompt_tokens"):
                     hit = response.cached_prompt_tokens
-                if hit is not None and has_reached(outputs, positions):
+                if leads and has_reached(outputs, positions):
                     break
             else:
                 if not self._kept:
@@ -265,7 +266,8 @@ class HttpRequest:
         message, begin = self._messages[index], index * self._asked.samples
         outputs = [tokens[: at.tokens] for tokens, at in zip(outputs, positions, strict=True)]
         set_outputs(message, outputs, positions)
-        message.cached_prompt_tokens = hit
+        if hit is not None and not any(at.tokens for at in positions):
+            message.cached_prompt_tokens = hit  # later it may be what the call before has saved
         self._outputs.update(enumerate(outputs, begin))
         inbound = Inbound(
             message=message,

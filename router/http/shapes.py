@@ -34,7 +34,7 @@ def dump(value: object) -> str:
 
 
 def usage_of(prompt: int, completion: int, cached: int | None) -> Json:
-    """OpenAI's usage; ``cached`` is known at the end only."""
+    """OpenAI's usage; ``cached`` is known at the end only, and not of every prompt."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

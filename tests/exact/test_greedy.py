@@ -43,7 +43,7 @@ def compare(up: Cluster, queries: Sequence[Query], wanted: Sequence[list[int]]) 
     for query, want, answer in zip(queries, wanted, answers, strict=True):
         assert list(answer.token_ids) == want, f"a prompt of {len(query.prompt)} tokens"
         check_usage(query, answer)
-    return sum(answer.usage.cached_prompt_tokens for answer in answers)
+    return sum(answer.usage.cached_prompt_tokens or 0 for answer in answers)
 
 
 @pytest.mark.parametrize(

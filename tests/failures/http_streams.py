@@ -27,6 +27,7 @@ class HttpStream:
     usage: dict[str, object] | None = None
     broken: int = 0
     refused: int = 0
+    unbegun: int = 0
     _last: str = ""
 
     async def run(self, client: httpx2.AsyncClient) -> None:
@@ -41,6 +42,7 @@ class HttpStream:
                     raise AssertionError(f"{self.query} did not end: {error!r}") from error
                 self.refused += REFUSAL in str(error)
             self.broken += 1
+            self.unbegun += not self._last
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _read(self, client: httpx2.AsyncClient) -> None:
@@ -92,3 +94,5 @@ class HttpStream:
         assert usage is not None
         assert usage["prompt_tokens"] == len(self.query.prompt), usage
         assert usage["completion_tokens"] == self.query.max_tokens, usage
+        if not self.unbegun:
+            assert usage["prompt_tokens_details"] in (None, {"cached_tokens": 0}), usage

@@ -102,13 +102,12 @@ class Stream:
         after = [moment, *(seen for seen in self.times if seen > moment)]
         return max((later - one for one, later in pairwise(after)), default=0.0)
 
-    def check_usage(self, known: bool = False, unheard: bool = False) -> None:
+    def check_usage(self, known: bool = False) -> None:
         """Every token is in the account of exactly one leg of the last call.
 
         Unless its prompt was ``known`` before, a stream that had a token before it broke has the
-        hits of an undisturbed run, none, whatever died since. ``unheard``: connections broke, so a
-        living worker may have admitted a lost leg without the router receiving its account; a later
-        leg then counts that leg's blocks as hits (docs/failures.md, "All figures of a lost leg").
+        hits of an undisturbed run, none, whatever died since; or it says that it does not know
+        them, since a leg was lost before its admission reached the router.
         """
         usage = self.usage
         assert usage is not None
@@ -126,10 +125,11 @@ class Stream:
         if not self.broken:
             assert sum(leg.generated for leg in usage.legs) == len(self.tokens)
             first = next(leg for leg in usage.legs if leg.length)
-            assert usage.cached_prompt_tokens == first.local + first.external, usage
-            unheard = unheard and usage.legs.index(first) > 0
-        if not (self.unbegun or known or unheard):
-            assert usage.cached_prompt_tokens == 0, usage
+            unheard = usage.legs.index(first) > 0
+            hit = first.local + first.external
+            assert usage.cached_prompt_tokens in ((hit, None) if unheard else (hit,)), usage
+        if not (self.unbegun or known):
+            assert usage.cached_prompt_tokens in (0, None), usage
 
 
 async def run_all(address: str, streams: list[Stream], may_break: bool = False) -> None:

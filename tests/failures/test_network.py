@@ -110,5 +110,5 @@ def _check(stand: Rig, running: list[Stream]) -> None:
     expected = undisturbed(stand.cluster.router, [stream.query for stream in running])
     assert [stream.tokens for stream in running] == expected
     for stream in running:
-        stream.check_usage(unheard=True)
+        stream.check_usage()
     check_idle(stand.cluster, SAVES_SECONDS)

@@ -136,6 +136,7 @@ def cached(cluster: Cluster, queries: list[Query], expected: list[list[int]]) ->
         for one, tokens in zip(queries, expected, strict=True):
             made, usage = complete(client, one)
             assert made == tokens
+            assert usage.cached_prompt_tokens is not None
             found.append(usage.cached_prompt_tokens)
     return found
 

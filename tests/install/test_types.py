@@ -32,7 +32,7 @@ from kvrelay import (
 
 
 def show(usage: Usage) -> int:
-    assert_type(usage.cached_prompt_tokens, int)
+    assert_type(usage.cached_prompt_tokens, int | None)
     assert_type(usage.legs, tuple[LegUsage, ...])
     for leg in usage.legs:
         assert_type(leg.role, str)

@@ -139,6 +139,7 @@ def answer(cluster: Cluster, prompt: list[int]) -> tuple[list[int], int]:
     with Client(cluster.router) as client:
         asked = client.complete(token_ids=prompt, max_tokens=8, temperature=0.0, timeout=SECONDS)
     assert asked.usage is not None
+    assert asked.usage.cached_prompt_tokens is not None
     return list(asked.token_ids), asked.usage.cached_prompt_tokens
 
 

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.cluster
 
 def cached(answer: Completion) -> int:
     assert answer.usage is not None
+    assert answer.usage.cached_prompt_tokens is not None
     return answer.usage.cached_prompt_tokens
 
 

@@ -423,3 +423,27 @@ async def test_the_work_of_a_killed_worker_is_no_cache_hit() -> None:
     assert [(part.store, part.tokens) for part in lost.external_by_store] == [("kvrelay://fake", 2)]
     assert (last.lost, last.external) == (False, 8)
     assert usage.cached_prompt_tokens == 2
+
+
+async def test_hits_after_a_leg_that_was_lost_before_its_admission_are_not_known() -> None:
+    """What the next worker finds may be what the first one has saved."""
+    killed = prefill_worker(behaviour=Behaviour(die_after=0))
+    decode = decode_worker(behaviour=Behaviour(hits=8))
+    async with running([killed, decode]) as router:
+        responses = await router.generate(request())
+    usage = responses[-1].usage
+    assert [(leg.lost, leg.admission_unknown) for leg in usage.legs] == [
+        (True, True),
+        (False, False),
+    ]
+    assert not usage.HasField("cached_prompt_tokens")
+    assert not any(response.HasField("cached_prompt_tokens") for response in responses)
+
+
+async def test_a_worker_that_refused_a_leg_has_saved_nothing() -> None:
+    leaving = prefill_worker(behaviour=Behaviour(fail=Unavailable("leaving")))
+    decode = decode_worker(behaviour=Behaviour(hits=8))
+    async with running([leaving, decode]) as router:
+        usage = (await router.generate(request()))[-1].usage
+    assert [leg.lost for leg in usage.legs] == [True, False]
+    assert usage.cached_prompt_tokens == 8
