@@ -13,8 +13,8 @@ WIDE = ("epoch", "executed")  # 64-bit numbers, which the JSON of protobuf has a
 
 
 def usage_json(usage: Usage) -> dict[str, object]:
-    """Every field of a usage, zeros too, as protobuf's JSON has it."""
-    return {field.name: _json(getattr(usage, field.name), field.name) for field in fields(usage)}
+    """Every field of a usage that is known, zeros too, as protobuf's JSON has it."""
+    return _known(usage)
 
 
 def _json(value: object, name: str) -> object:
@@ -24,11 +24,17 @@ def _json(value: object, name: str) -> object:
         case tuple():
             return [_json(item, name) for item in value]
         case LegUsage() | LegAdmission() | MissedBlocks() | StoreTokens():
-            own = ((field.name, getattr(value, field.name)) for field in fields(value))
-            return {key: _json(item, key) for key, item in own if item is not None}
+            return _known(value)
     if name == "role":
         return f"ROLE_{value}".upper()
     return str(value) if name in WIDE else value
+
+
+def _known(
+    value: Usage | LegUsage | LegAdmission | MissedBlocks | StoreTokens,
+) -> dict[str, object]:
+    own = ((field.name, getattr(value, field.name)) for field in fields(value))
+    return {name: _json(item, name) for name, item in own if item is not None}
 
 
 def usage_lines(usage: Usage) -> str:

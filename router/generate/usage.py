@@ -63,14 +63,14 @@ def request_usage(
 
 
 def hit_of(legs: Sequence[types_pb2.LegUsage], prompt: int) -> int | None:
-    """Tokens of the prompt that the first leg found; ``None`` if it did not tell.
+    """Tokens of the prompt that the first leg found; ``None`` if it did not tell, or not yet.
 
     A transfer between legs is no cache hit, nor is output of a resumed request.
     """
     begun = begun_of(legs)
-    if not begun:
-        return 0
-    return None if begun[0].admission_unknown else min(begun[0].local + begun[0].external, prompt)
+    if not begun or begun[0].admission_unknown:
+        return None
+    return min(begun[0].local + begun[0].external, prompt)
 
 
 def begun_of(legs: Sequence[types_pb2.LegUsage]) -> list[types_pb2.LegUsage]:

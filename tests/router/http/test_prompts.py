@@ -81,7 +81,7 @@ async def test_every_cut_of_the_stream_resumes_at_another_router(seeded: bool) -
     if not seeded:
         del body["seed"]
         body["prompt"] = [PROMPT, PROMPT]  # equal prompts, but not equal answers
-    async with door() as (_, client):
+    async with door([decode_worker(behaviour=Behaviour(hits=2))]) as (_, client):
         whole = await events(client, body)
     expected = by_index(whole)
     if seeded:
@@ -89,7 +89,7 @@ async def test_every_cut_of_the_stream_resumes_at_another_router(seeded: bool) -
     else:
         assert len({tuple(tokens) for tokens in expected.values()}) == 4
     count = len(expected)
-    async with door([decode_worker("d1")]) as (router, client):
+    async with door([decode_worker("d1", behaviour=Behaviour(hits=2))]) as (router, client):
         for cut, (last, _) in enumerate(whole[:-2], 1):
             rest = await events(client, body, last=last)
             first, second = by_index(whole[:cut]), by_index(rest)

@@ -48,6 +48,7 @@ async def test_an_answer_and_its_account(settings: dict[str, object]) -> None:
         (listed,) = router.registry.workers
     assert ids(responses) == answer(PROMPT, COUNT)
     assert responses[-1].finish_reason == types_pb2.FINISH_REASON_LENGTH
+    assert not responses[0].HasField("cached_prompt_tokens")  # such a server tells it at the end
     usage = responses[-1].usage
     (leg,) = usage.legs
     assert (usage.cached_prompt_tokens, usage.recomputed) == (3, 0)
@@ -61,8 +62,10 @@ async def test_a_server_that_tells_no_hits_has_no_account(settings: dict[str, ob
     server = StockServer(details=False)
     async with started(server) as urls, running([], 1, decode=urls, **settings) as router:
         responses = await router.generate(greedy())
-    (leg,) = responses[-1].usage.legs
+    usage = responses[-1].usage
+    (leg,) = usage.legs
     assert (leg.generated, leg.lost, leg.admission_unknown) == (COUNT, True, True)
+    assert not usage.HasField("cached_prompt_tokens")
 
 
 @pytest.mark.parametrize("after", [1, 17, COUNT - 1])
