@@ -13,7 +13,7 @@ import httpx2
 import pytest
 
 from kvrelay.v1 import router_pb2
-from tests.router.fakes import Behaviour, Running, decode_worker
+from tests.router.fakes import Behaviour, Running, decode_worker, prefill_worker
 from tests.router.http.rig import door
 from tests.router.rig import PROMPT, json_log, request
 
@@ -98,6 +98,17 @@ async def test_how_it_ended(stream: io.StringIO) -> None:
     }
     assert ends["refused"]["first_token_seconds"] is None
     assert ends["left"]["completion_tokens"]
+
+
+async def test_hits_that_are_not_known_are_null(stream: io.StringIO) -> None:
+    workers = [
+        prefill_worker(behaviour=Behaviour(die_after=0)),
+        decode_worker(behaviour=Behaviour(hits=8)),
+    ]
+    async with door(workers, access_log=True, disaggregate="always") as (router, _):
+        for _ in range(2):
+            await router.generate(request(3))
+    assert [line["cached_prompt_tokens"] for line in lines_of(stream)] == [None, 8]
 
 
 async def test_no_text_of_a_request_is_written(stream: io.StringIO) -> None:
