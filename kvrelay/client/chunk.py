@@ -140,6 +140,7 @@ class ResumeState:
             raise Rejected("stream", "its answer has ended: there is nothing to resume")
         request = router_pb2.GenerateRequest()
         request.CopyFrom(self._request)
+        request.resumes = True
         if len(self._answers) == 1:
             request.output_token_ids.extend(self._answers[0].tokens)
         else:

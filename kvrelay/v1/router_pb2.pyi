@@ -403,6 +403,7 @@ class GenerateRequest(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    RESUMES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """up to 128 printable ASCII characters; default: drawn by the router"""
     model: _builtins.str
@@ -424,7 +425,9 @@ class GenerateRequest(_message.Message):
     retention: Global___Retention.ValueType
     """INVALID_ARGUMENT for a value that is not known here"""
     cached_prompt_tokens: _builtins.int
-    """to resume: the usage tells them, or none"""
+    """to resume: those of the first response, if it had"""
+    resumes: _builtins.bool
+    """an earlier call may have computed the prompt: what this one finds is no hit"""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """already tokenized"""
@@ -462,10 +465,11 @@ class GenerateRequest(_message.Message):
         samples: _abc.Iterable[Global___SampleOutput] | None = ...,
         retention: Global___Retention.ValueType = ...,
         cached_prompt_tokens: _builtins.int | None = ...,
+        resumes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_prompt_tokens", b"_cached_prompt_tokens", "_max_tokens", b"_max_tokens", "_n", b"_n", "cached_prompt_tokens", b"cached_prompt_tokens", "chat", b"chat", "input", b"input", "max_tokens", b"max_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_prompt_tokens", b"_cached_prompt_tokens", "_max_tokens", b"_max_tokens", "_n", b"_n", "cached_prompt_tokens", b"cached_prompt_tokens", "chat", b"chat", "explain", b"explain", "input", b"input", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt", b"prompt", "prompt_hash", b"prompt_hash", "request_id", b"request_id", "retention", b"retention", "samples", b"samples", "sampling", b"sampling", "token_ids", b"token_ids", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_prompt_tokens", b"_cached_prompt_tokens", "_max_tokens", b"_max_tokens", "_n", b"_n", "cached_prompt_tokens", b"cached_prompt_tokens", "chat", b"chat", "explain", b"explain", "input", b"input", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt", b"prompt", "prompt_hash", b"prompt_hash", "request_id", b"request_id", "resumes", b"resumes", "retention", b"retention", "samples", b"samples", "sampling", b"sampling", "token_ids", b"token_ids", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_prompt_tokens: _TypeAlias = _typing.Literal["cached_prompt_tokens"]  # noqa: Y015
     _WhichOneofArgType__cached_prompt_tokens: _TypeAlias = _typing.Literal["_cached_prompt_tokens", b"_cached_prompt_tokens"]  # noqa: Y015

@@ -352,12 +352,12 @@ class Generation:
         return response
 
     def _hit(self) -> int | None:
-        """Tokens of the prompt that were cached before the request was first received, if known."""
+        """Tokens of the prompt that the first leg of the first call found cached, if known."""
         request = self.request
-        if request.hit is not None or request.outputs or self._unheard:
+        if request.hit is not None or request.resumes or self._unheard:
             return request.hit
         legs = [*self._usages, self._admitted] if self._admitted else self._usages
-        return hit_of(legs, len(request.prompt))
+        return hit_of(legs)
 
     def _last_response(self) -> router_pb2.GenerateResponse:
         response = self._response((), "" if self._stopped else self._text.flush(), self._finish)

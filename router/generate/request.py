@@ -49,8 +49,9 @@ class AcceptedRequest:
     ``prompt_hash`` is sent to the client, which sends it back to resume.
     ``received_at`` is a time of ``time.monotonic``. ``samples``: what the client has of each, if
     there are several; ``split`` makes a request of each, whose index is ``sample``. One that
-    ``regenerates`` makes again what its client has: nothing of it goes out. ``hit``: the tokens of
-    its prompt that the call that it resumes found in the cache.
+    ``regenerates`` makes again what its client has: nothing of it goes out; the call after it has
+    its ``prompt_paid``. One that ``resumes`` an earlier call has its ``hit``, tokens of the prompt
+    that were cached then, if it is known.
     """
 
     id: str
@@ -66,6 +67,8 @@ class AcceptedRequest:
     received_at: float = 0.0
     regenerates: bool = False
     hit: int | None = None
+    resumes: bool = False
+    prompt_paid: bool = False
     sample: int = 0
     samples: tuple[ReceivedSample, ...] = ()
     retention: router_pb2.Retention.ValueType = router_pb2.RETENTION_UNSPECIFIED
@@ -76,7 +79,12 @@ class AcceptedRequest:
     @property
     def charged_tokens(self) -> int:
         """Tokens charged to the tenant: the prompt, and the output still to be generated."""
-        return len(self.prompt) + self.max_tokens - len(self.outputs)
+        return self.charged_prompt + self.max_tokens - len(self.outputs)
+
+    @property
+    def charged_prompt(self) -> int:
+        """Tokens of the prompt that are charged."""
+        return 0 if self.prompt_paid else len(self.prompt)
 
     @property
     def outputs_field(self) -> str:
@@ -205,8 +213,12 @@ def samples_of(message: router_pb2.GenerateRequest) -> int:
 
 def is_resumed(message: router_pb2.GenerateRequest) -> bool:
     """Whether the client has a response to the request, or the weights of one."""
-    tokens = message.output_token_ids or any(one.token_ids for one in message.samples)
-    return bool(tokens or message.weights)
+    return _has_output(message) or bool(message.weights)
+
+
+def _has_output(message: router_pb2.GenerateRequest) -> bool:
+    ended = any(one.token_ids or one.ended for one in message.samples)
+    return bool(message.output_token_ids) or ended
 
 
 def max_tokens_of(message: router_pb2.GenerateRequest) -> int:
@@ -303,6 +315,7 @@ def build(
         priority=message.priority,
         prompt_hash=prompt_hash,
         hit=hit,
+        resumes=message.resumes or _has_output(message),
         samples=_received(message),
         retention=message.retention,
     )

@@ -42,7 +42,7 @@ class Samples:
     @property
     def charged_tokens(self) -> int:
         """Tokens charged to the tenant: the prompt once, and every output still to be generated."""
-        prompt = len(self.request.prompt)
+        prompt = self.request.charged_prompt
         return prompt + sum(one.request.charged_tokens - prompt for one in self._generations)
 
     @property
@@ -76,7 +76,7 @@ class Samples:
             request.span.record("queue", now - slot.waited, now)
             await generation.replay()
             if leads:
-                self._hold.used = len(request.prompt)  # a request refused earlier used nothing
+                self._hold.used = request.charged_prompt  # a request refused earlier used nothing
             elif prompt is not None:
                 await prompt.computed.wait()  # the leader's end, if it fails, cancels this task
             async for response in responses:

@@ -62,15 +62,15 @@ def request_usage(
     )
 
 
-def hit_of(legs: Sequence[types_pb2.LegUsage], prompt: int) -> int | None:
-    """Tokens of the prompt that the first leg found; ``None`` if it did not tell, or not yet.
+def hit_of(legs: Sequence[types_pb2.LegUsage]) -> int | None:
+    """Tokens that the first leg found; ``None`` if it did not tell, or not yet.
 
-    A transfer between legs is no cache hit, nor is output of a resumed request.
+    A transfer between legs is no cache hit.
     """
     begun = begun_of(legs)
     if not begun or begun[0].admission_unknown:
         return None
-    return min(begun[0].local + begun[0].external, prompt)
+    return begun[0].local + begun[0].external
 
 
 def begun_of(legs: Sequence[types_pb2.LegUsage]) -> list[types_pb2.LegUsage]:

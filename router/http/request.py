@@ -51,6 +51,7 @@ from router.workers.registry import Registry
 Response = router_pb2.GenerateResponse
 Responses = AsyncGenerator[Response]
 _DECODE = types_pb2.ROLE_DECODE
+_BOUND = ("cached_prompt_tokens", "prompt_hash", "weights")  # fields that an event id fills
 
 
 class Backend(Protocol):
@@ -167,7 +168,7 @@ class HttpRequest:
         first, *others = [
             Inbound(
                 message=one,
-                fills=ask.fills,
+                fills=ask.fills and self._resumption is None,
                 cache_salt=ask.cache_salt,
                 regenerates=regenerates,
             )
@@ -208,14 +209,16 @@ class HttpRequest:
                         await self._take(response)
                     else:
                         await self._take_in_turn(index, response)
-        except Rejected as error:
+        except (Mismatch, Rejected) as error:
             if (name := self._name_of(error.field, index)) == error.field:
                 raise
-            raise Rejected(name, error.message) from error
+            raise type(error)(name, error.message) from error
 
     def _name_of(self, field: str, prompt: int) -> str:
         """The name of a field in the body, where it depends on the request."""
         name = name_of(field)
+        if field in _BOUND:
+            return HEADER
         if self._form is not None:
             if field.startswith(STRUCTURED):
                 return constraint_name(field, self._form.by_format)
@@ -246,7 +249,6 @@ class HttpRequest:
         call, serve = self._calls[index], self._backend.serve
         async with aclosing(serve(call, self._record)) as responses:
             outputs: list[list[int]] = []
-            hit, leads = None, False
             async for response in responses:
                 if self._kept:  # the client has sent what it has
                     yield response
@@ -254,10 +256,7 @@ class HttpRequest:
                 positions = self._positions(index)
                 outputs = outputs or [[] for _ in positions]
                 outputs[response.index].extend(token.id for token in response.tokens)
-                leads |= response.index == 0  # the sample that computes the prompt, and tells hits
-                if response.HasField("cached_prompt_tokens"):
-                    hit = response.cached_prompt_tokens
-                if leads and has_reached(outputs, positions):
+                if has_reached(outputs, positions):
                     break
             else:
                 if not self._kept:
@@ -266,12 +265,11 @@ class HttpRequest:
         message, begin = self._messages[index], index * self._asked.samples
         outputs = [tokens[: at.tokens] for tokens, at in zip(outputs, positions, strict=True)]
         set_outputs(message, outputs, positions)
-        if hit is not None and not any(at.tokens for at in positions):
-            message.cached_prompt_tokens = hit  # later it may be what the call before has saved
         self._outputs.update(enumerate(outputs, begin))
         inbound = Inbound(
             message=message,
             cache_salt=self._cache_salt,
+            prompt_paid=True,
             received_at=call.accepted.result().received_at,
         )
         again = self._call(_reading(inbound), replace(call.sender, nbytes=message.ByteSize()))
@@ -285,7 +283,7 @@ class HttpRequest:
         resumption = self._resumption
         prompt_hash = hash_of(requests)
         if resumption is not None and resumption.stream.prompt_hash != prompt_hash:
-            raise Mismatch("prompt_hash", OTHER_PROMPT)
+            raise Mismatch(HEADER, OTHER_PROMPT)
         created = int(time.time()) if resumption is None else resumption.stream.created
         head = AnswerHead(
             id=f"{'chatcmpl' if self._chat else 'cmpl'}-{first.request_id}",
@@ -295,6 +293,7 @@ class HttpRequest:
         )
         self._stream = StreamId(
             seed=requests[0].sampling.seed,
+            max_tokens=requests[0].max_tokens,
             prompt_hash=prompt_hash,
             created=created,
             body=self._body,
@@ -345,10 +344,14 @@ class HttpRequest:
         stream, several = given.stream, len(ask.messages) > 1
         weights = await self._served(stream.weights)
         seeded = ask.messages[0].sampling.HasField("seed")
-        hits = [position.hit for position in given.samples[:: ask.form.samples]]
-        for message, hit in zip(ask.messages, hits, strict=True):
-            if hit is not None:
-                message.cached_prompt_tokens = hit
+        if seeded and ask.messages[0].sampling.seed != stream.seed:
+            raise Rejected(HEADER, "is no id of an event of this request: it has another seed")
+        for message, at in zip(ask.messages, given.samples[:: ask.form.samples], strict=True):
+            if at.hit is not None:
+                message.cached_prompt_tokens = at.hit
+            message.resumes = True
+            if ask.fills:
+                message.max_tokens = stream.max_tokens
             message.request_id = stream.request_id
             message.sampling.seed = stream.seed
             message.prompt_hash = 0 if several else stream.prompt_hash

@@ -27,7 +27,8 @@ from router.generate.request import AcceptedRequest, is_request_id
 HEADER = "last-event-id"
 DIGEST_BYTES = 8
 MAX_CHARS = 4096
-_LAYOUT = struct.Struct(f"<QQQ{DIGEST_BYTES}s{DIGEST_BYTES}s")
+_LAYOUT = struct.Struct(f"<QQQI{DIGEST_BYTES}s{DIGEST_BYTES}s")
+_LATEST = 1 << 40  # seconds since 1970
 ENDED = "e"
 HIT = "h"
 TOLD = "u"
@@ -56,12 +57,13 @@ class StreamId:
     seed: int
     prompt_hash: int
     created: int
+    max_tokens: int
     body: bytes  # digest of the request
     weights: bytes  # digest of the weights and profile
     request_id: str
 
     def __str__(self) -> str:
-        numbers = self.seed, self.prompt_hash, self.created
+        numbers = self.seed, self.prompt_hash, self.created, self.max_tokens
         raw = _LAYOUT.pack(*numbers, self.body, self.weights) + self.request_id.encode()
         return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
 
@@ -89,7 +91,9 @@ def parse_event_id(text: str, samples: int) -> Resumption:
         if len(text) > MAX_CHARS:
             raise ValueError("too long")
         raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
-        seed, prompt_hash, created, body, weights = _LAYOUT.unpack_from(raw)
+        seed, prompt_hash, created, max_tokens, body, weights = _LAYOUT.unpack_from(raw)
+        if created >= _LATEST:
+            raise ValueError("no time")
         told = positions.endswith(TOLD)
         parsed = tuple(map(_position, positions.removesuffix(TOLD).split(".")))
         if told and not all(at.ended for at in parsed):
@@ -101,6 +105,7 @@ def parse_event_id(text: str, samples: int) -> Resumption:
             seed=seed,
             prompt_hash=prompt_hash,
             created=created,
+            max_tokens=max_tokens,
             body=body,
             weights=weights,
             request_id=request_id,

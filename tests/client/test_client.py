@@ -233,6 +233,22 @@ async def test_a_resumed_answer_has_the_hits_of_its_first_call(samples: int) -> 
         assert (await usage_of(other)).cached_prompt_tokens == len(PROMPT)
 
 
+async def test_hits_are_not_known_if_the_first_call_had_told_nothing() -> None:
+    """It may have computed the prompt itself."""
+    step = asyncio.Semaphore(0)
+    first = decode_worker(behaviour=Behaviour(step=step))
+    async with running([first]) as router, AsyncClient(router.address) as client:
+        stream = client.generate(token_ids=PROMPT, max_tokens=10)
+        waits = asyncio.ensure_future(anext(stream))
+        await first.entered.wait()
+        again = client.resume(stream)
+        first.behaviour.hits = len(PROMPT)
+        for _ in range(20):
+            step.release()
+        assert (await usage_of(again)).cached_prompt_tokens is None
+        waits.cancel()
+
+
 async def usage_of(stream: AsyncStream) -> Usage:
     """The usage on the last chunk."""
     chunks = [chunk async for chunk in stream]

@@ -114,7 +114,8 @@ def check_usage(query: Query, completion: Completion) -> None:
     assert sum(leg.generated for leg in usage.legs) == len(completion.token_ids)
     first = usage.legs[0]
     assert first.length == prompt + len(query.so_far)
-    assert usage.cached_prompt_tokens == min(first.local + first.external, prompt)
+    found = first.local + first.external
+    assert usage.cached_prompt_tokens == (None if query.so_far else found)
     for leg in usage.legs[1:]:
         assert leg.role == "decode"
         assert leg.length == prompt + 1

@@ -62,7 +62,7 @@ def draw(chance: random.Random, count: int, prompt: int, max_tokens: int) -> lis
 @dataclass(slots=True)
 class Stream:
     """One response stream. ``broken`` counts errors after which the client resumed, ``refused`` the
-    refusals of a poison request among them, ``unbegun`` those before the first token."""
+    refusals of a poison request among them."""
 
     query: Query
     tokens: list[int] = field(default_factory=list)
@@ -70,7 +70,6 @@ class Stream:
     usage: Usage | None = None
     broken: int = 0
     refused: int = 0
-    unbegun: int = 0
 
     async def run(self, client: AsyncClient, may_break: bool, may_refuse: bool = False) -> None:
         """Read to the end; resume after ``Unavailable`` if it ``may_break``, else raise."""
@@ -90,7 +89,6 @@ class Stream:
                     raise
                 self.refused += refused
             self.broken += 1
-            self.unbegun += not self.tokens
             await asyncio.sleep(RETRY_SECONDS)
             call = client.resume(call, timeout=PATIENCE)
 
@@ -105,9 +103,9 @@ class Stream:
     def check_usage(self, known: bool = False) -> None:
         """Every token is in the account of exactly one leg of the last call.
 
-        Unless its prompt was ``known`` before, a stream that had a token before it broke has the
-        hits of an undisturbed run, none, whatever died since; or it says that it does not know
-        them, since a leg was lost before its admission reached the router.
+        Unless its prompt was ``known`` before, it has the hits of an undisturbed run, none. Or it
+        says that it does not know them, since a leg was lost before its admission reached the
+        router, or the stream broke before its first message.
         """
         usage = self.usage
         assert usage is not None
@@ -128,7 +126,7 @@ class Stream:
             unheard = usage.legs.index(first) > 0
             hit = first.local + first.external
             assert usage.cached_prompt_tokens in ((hit, None) if unheard else (hit,)), usage
-        if not (self.unbegun or known):
+        if not known:
             assert usage.cached_prompt_tokens in (0, None), usage
 
 

@@ -24,21 +24,21 @@ def test_the_first_legs_hit_is_cached_and_a_transfer_is_not() -> None:
     first = leg(PREFILL, length=100, local=16, external=32, computed=52, run_seconds=0.5)
     second = leg(DECODE, length=101, external=100, computed=1, load_seconds=0.25)
     whole = usage_of([first, second], 100)
-    assert hit_of([first, second], 100) == 48
+    assert hit_of([first, second]) == 48
     assert (whole.prefill_seconds, whole.transfer_seconds) == (0.5, 0.25)
 
 
 def test_a_leg_lost_after_its_tokens_leaves_no_hit_behind() -> None:
     lost = lost_leg("boot", "h:1", DECODE, 37, None)
     taken_over = leg(DECODE, length=237, external=224, computed=13, load_seconds=0.25)
-    assert hit_of([lost, taken_over], 200) is None  # its own hits are not known
+    assert hit_of([lost, taken_over]) is None  # its own hits are not known
     assert usage_of([lost, taken_over], 200).transfer_seconds == 0.25
 
 
 def test_a_leg_lost_before_it_made_anything_was_none() -> None:
     lost = lost_leg("boot", "h:1", PREFILL, 0, None)
     second = leg(PREFILL, length=100, local=96, computed=4, queue_seconds=0.5)
-    assert hit_of([lost, second], 100) == 96
+    assert hit_of([lost, second]) == 96
     assert usage_of([lost, second], 100).queue_seconds == 0.5
 
 
@@ -55,10 +55,6 @@ def test_the_queue_of_the_router_is_part_of_the_wait() -> None:
     first = leg(PREFILL, length=100, computed=100, queue_seconds=0.5)
     second = leg(DECODE, length=101, external=100, computed=1, queue_seconds=0.25)
     assert usage_of([first, second], 100, waited=3.0).queue_seconds == 3.5
-
-
-def test_a_resumed_request_has_no_more_cached_than_its_prompt() -> None:
-    assert hit_of([leg(DECODE, length=120, local=112, computed=8)], 100) == 100
 
 
 def admitted(length: int, external: int) -> types_pb2.LegUsage:
@@ -82,7 +78,7 @@ def test_a_lost_leg_has_the_account_of_its_admission() -> None:
     assert (lost.generated, lost.lost, lost.worker_id, lost.address) == (7, True, "boot", "h:1")
     assert (lost.executed, lost.admissions[0].frontier) == (52 + 6, 106)
     assert lost.external_by_store == begun.external_by_store
-    assert hit_of([lost], 90) == 48
+    assert hit_of([lost]) == 48
     assert lost_leg("boot", "h:1", DECODE, 0, None).length == 0
 
 
@@ -91,7 +87,7 @@ def test_work_of_a_leg_that_was_lost_before_its_first_token_is_no_hit() -> None:
     lost = lost_leg("boot", "h:1", PREFILL, 0, admitted(1600, 0))
     assert (lost.computed, lost.executed, lost.admissions[0].frontier) == (1600, 0, 0)
     second = leg(PREFILL, length=1600, external=896, computed=704)
-    assert hit_of([lost, second], 1600) == 0
+    assert hit_of([lost, second]) == 0
 
 
 def test_recomputed_counts_positions_that_any_leg_executed_again() -> None:

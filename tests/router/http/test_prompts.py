@@ -96,7 +96,11 @@ async def test_every_cut_of_the_stream_resumes_at_another_router(seeded: bool) -
             joined = {i: first.get(i, []) + second.get(i, []) for i in range(count)}
             assert joined == expected, cut
             assert finishes(whole[:cut]) + finishes(rest) == count
-            assert json.loads(rest[-2][1])["usage"] == json.loads(whole[-2][1])["usage"]
+            begun = {index // 2 for index in by_index(whole[:cut])}
+            wanted = json.loads(whole[-2][1])["usage"]
+            if len(begun) < count // 2:
+                wanted["prompt_tokens_details"] = None
+            assert json.loads(rest[-2][1])["usage"] == wanted
         for changed in (
             {**body, "prompt": PROMPTS[:-1]},
             {**body, "prompt": [*PROMPTS[1:], PROMPT]},

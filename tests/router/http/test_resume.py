@@ -6,10 +6,12 @@ import asyncio
 import base64
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from kvrelay.rpc.deadline import Deadline
+from router.http.resume import event_id, parse_event_id
 from router.queue.inbox import Inbox, Read, Sender
 from tests.router.fakes import Behaviour, answer, decode_worker, namespace, prefill_worker
 from tests.router.http.rig import SEED, Event, door, events
@@ -94,17 +96,62 @@ async def test_what_is_generated_again_is_no_cache_hit(samples: int) -> None:
         assert found["prompt_tokens_details"] is None
 
 
-async def test_hits_that_are_not_known_are_not_told() -> None:
+CHAT: dict[str, object] = {
+    "messages": [{"role": "user", "content": "Hi"}],
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "seed": SEED,
+}
+CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("page", "body"),
+    [
+        (COMPLETIONS, {**BODY, "seed": SEED}),
+        (COMPLETIONS, {**BODY, "seed": SEED, "n": 3, "max_tokens": 1}),
+        (CHATS, {**CHAT, "max_tokens": 6}),
+    ],
+)
+async def test_hits_that_are_not_known_are_not_told(page: str, body: dict[str, object]) -> None:
     """A leg was lost before its admission, so what the next one finds may be its work."""
     killed = prefill_worker(behaviour=Behaviour(die_after=0))
     workers = [killed, decode_worker(behaviour=Behaviour(hits=8))]
     async with door(workers, disaggregate="always") as (_, client):
-        whole = await events(client, {**BODY, "seed": SEED})
+        whole = await events(client, body, page)
         assert usage_of(whole)["prompt_tokens_details"] is None
+        for last, _ in whole[:-2]:
+            assert usage_of(await events(client, body, page, last)) == usage_of(whole)
+
+
+async def test_hits_of_prompts_that_had_not_begun_are_not_known() -> None:
+    """The call before may have computed them, with no event to show for it."""
+    body = {**BODY, "seed": SEED, "prompt": [PROMPT, PROMPT[:-2]]}
+    async with door([decode_worker(behaviour=Behaviour(hits=0))]) as (_, client):
+        whole = await events(client, body)
+    assert usage_of(whole)["prompt_tokens_details"] == {"cached_tokens": 0}
+    async with door([decode_worker("d1", behaviour=Behaviour(hits=8))]) as (_, client):
+        for last, _ in whole[:-2]:
+            told = usage_of(await events(client, body, last=last))["prompt_tokens_details"]
+            known = last.partition("-")[0].count("h") == 2
+            assert told == ({"cached_tokens": 0} if known else None), last
+
+
+async def test_the_length_of_a_chat_is_that_of_its_first_call() -> None:
+    """Without max_tokens it follows from the largest worker, which may be another one now."""
+    first, larger, smaller = (
+        decode_worker(f"d{size}", max_model_len=size, behaviour=Behaviour(hits=0))
+        for size in (60, 90, 40)
+    )
+    async with door([first]) as (_, client):
+        whole = await events(client, CHAT, CHATS)
+    async with door([larger]) as (_, client):
         for cut, (last, _) in enumerate(whole[:-2], 1):
-            rest = await events(client, {**BODY, "seed": SEED}, last=last)
-            assert usage_of(rest) == usage_of(whole)
-            assert rest == whole[cut:]
+            assert await events(client, CHAT, CHATS, last) == whole[cut:]
+    async with door([smaller]) as (_, client):
+        made = await client.post(CHATS, json=CHAT, headers={"last-event-id": whole[4][0]})
+        assert made.status_code == 400
+        assert "the largest worker has 40" in made.json()["error"]["message"]
 
 
 def usage_of(found: list[Event]) -> dict[str, object]:
@@ -144,6 +191,12 @@ async def test_a_client_that_kept_its_tokens_sends_them() -> None:
         assert refused.json()["error"]["param"] == "output_token_ids"
 
 
+def changed(last: str, name: str, value: int) -> str:
+    """An event id with another number in it."""
+    given = parse_event_id(last, 1)
+    return event_id(given.samples, str(replace(given.stream, **{name: value})))  # type: ignore[arg-type]
+
+
 async def test_ids_of_other_streams_are_refused() -> None:
     async with door() as (router, client):
         whole = await events(client, {**BODY, "seed": SEED})
@@ -155,6 +208,10 @@ async def test_ids_of_other_streams_are_refused() -> None:
             ({**BODY, "seed": SEED}, "nonsense", 400),
             ({**BODY, "seed": SEED}, last[:20], 400),
             ({**BODY, "seed": SEED}, f"13{last[last.index('-') :]}", 412),
+            ({**BODY, "seed": SEED}, f"3h12{last[last.index('-') :]}", 400),
+            ({**BODY, "seed": SEED}, changed(last, "seed", SEED ^ 2), 400),
+            ({**BODY, "seed": SEED}, changed(last, "created", (1 << 64) - 1), 400),
+            ({**BODY, "seed": SEED}, changed(last, "prompt_hash", 5), 412),
         ):
             made = await client.post(
                 "/v1/completions", json=body, headers={"last-event-id": header}

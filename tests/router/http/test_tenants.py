@@ -75,6 +75,16 @@ async def test_requests_at_once_are_counted_over_both_doors(tmp_path: Path) -> N
             assert len((await of_grpc).token_ids) == 8
 
 
+async def test_a_resumed_stream_needs_no_more_of_a_quota_than_a_whole_one(tmp_path: Path) -> None:
+    """What the client has is generated again, and charged once."""
+    body, key = {**BODY, "stream": True}, bearer(ALICE)
+    async with tenants(tmp_path, f"tokens-per-minute = {2 * NEEDED + 1}") as (_, http):
+        http.headers.update(key)
+        whole = await events(http, body)
+        assert await events(http, body, last=whole[4][0]) == whole[5:]
+        assert (await http.post(PAGE, json=BODY)).status_code == 429
+
+
 async def test_tokens_of_a_minute_are_counted_over_both_doors(tmp_path: Path) -> None:
     limits = f"tokens-per-minute = {2 * NEEDED}"
     for first in ("http", "grpc"):
