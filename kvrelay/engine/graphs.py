@@ -8,7 +8,6 @@ their logits in one place: a step reads them before the next one.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,8 +16,6 @@ import torch
 
 from kvrelay.engine.attention.batch import Batch, no_works
 from kvrelay.engine.attention.triton_backend import TritonBackend, TritonStep
-
-log = logging.getLogger(__name__)
 
 MOST_ROWS = 256
 """More rows are computed by launches: the device is busy for longer than the host takes."""
@@ -41,9 +38,6 @@ class GraphRuntime(Protocol):
 
     def capture(self, function: Callable[[], object]) -> Graph:
         """The graph of what a function launches."""
-
-    def synchronize(self) -> None:
-        """Wait for the device, and raise its error if it has one."""
 
 
 class CudaGraphs:
@@ -69,9 +63,6 @@ class CudaGraphs:
             function()
         return graph
 
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()
-
 
 @dataclass(frozen=True, slots=True)
 class GraphLimits:
@@ -93,27 +84,21 @@ class GraphLimits:
         return made
 
 
-@dataclass(frozen=True, slots=True)
-class _Captured:
-    graph: Graph
-    place: int  # of the upload that the graph reads
-
-
 class DecodeGraphs:
     """The graphs of one model over one pool; captured at the start, the largest first."""
 
     def __init__(
         self, backend: TritonBackend, forward: Forward, limits: GraphLimits, runtime: GraphRuntime
     ) -> None:
+        self.replays = 0
         self._backend = backend
         self._forward = forward
-        self._runtime = runtime
-        self._limits = limits
-        self._captured: dict[tuple[int, int], _Captured] = {}
         self._logits = torch.empty(0)  # of the largest graph
         backend.reserve(limits.rows, limits.positions)
-        for key in self._keys():
-            self._captured[key] = self._capture(*key)
+        self._graphs: dict[tuple[int, int], Graph] = {}
+        for rows in reversed(limits.sizes()):
+            for longest in reversed(limits.contexts()):
+                self._graphs[rows, longest] = self._capture(rows, longest, runtime)
 
     def step(self, batch: Batch) -> tuple[torch.Tensor, TritonStep] | None:
         """The logits of a batch, and its step; ``None`` if it fits no graph."""
@@ -121,39 +106,17 @@ class DecodeGraphs:
         if batch.decodes < rows or len(batch.logit_rows) < rows:
             return None
         longest = int(batch.lengths.max())
-        key = next((k for k in reversed(self._keys()) if k[0] >= rows and k[1] >= longest), None)
-        if key not in self._captured:
+        key = next((k for k in reversed(self._graphs) if k[0] >= rows and k[1] >= longest), None)
+        if key is None:
             return None
         step = self._backend.step(batch.padded(key[0]), key[1])
-        if self._captured[key].place != step.place:  # the upload has moved, to grow
-            if not self._captured_again(key):
-                return None
-            step = self._backend.step(batch.padded(key[0]), key[1])
-        self._captured[key].graph.replay()
+        self._graphs[key].replay()
+        self.replays += 1
         return self._logits[:rows], step
 
-    def _keys(self) -> list[tuple[int, int]]:
-        sizes = self._limits.sizes()
-        contexts = self._limits.contexts()
-        return [(rows, longest) for rows in reversed(sizes) for longest in reversed(contexts)]
-
-    def _capture(self, rows: int, longest: int) -> _Captured:
+    def _capture(self, rows: int, longest: int, runtime: GraphRuntime) -> Graph:
         step = self._backend.step(no_works().padded(rows), longest)
-        return _Captured(self._runtime.capture(lambda: self._compute(step)), step.place)
-
-    def _captured_again(self, key: tuple[int, int]) -> bool:
-        """Whether the new capture succeeded; if not, such steps are launched from now on.
-
-        Raises the device's error, if it has one beside that of the capture.
-        """
-        try:
-            self._captured[key] = self._capture(*key)
-        except RuntimeError as error:
-            del self._captured[key]
-            log.warning("decode steps of %d rows run without a CUDA graph: %s", key[0], error)
-            self._runtime.synchronize()
-            return False
-        return True
+        return runtime.capture(lambda: self._compute(step))
 
     def _compute(self, step: TritonStep) -> None:
         made = self._forward(step)

@@ -85,6 +85,11 @@ class Runner:
         """The number of intra-op threads of a step; the least, if cores are shared."""
         return self._threads or torch.get_num_threads()
 
+    @property
+    def graph_replays(self) -> int:
+        """Steps that were CUDA graphs."""
+        return 0 if self._graphs is None else self._graphs.replays
+
     def share(self, cores: SharedCores) -> None:
         """Let each step have as many threads as other workers leave; call it before any step."""
         self._shared = cores
@@ -118,13 +123,11 @@ class Runner:
         """Compute all works in one forward pass; ``None`` for works that do not sample.
 
         While a device computes, works of the next step are foreseen, and their tables are made.
-        Memory that runs out is an error of the step. An error of the accelerator is ``DeviceLost``:
-        CUDA repeats it at every later call of the process.
+        Memory that runs out is an error of the step. An error that CUDA repeats at every later call
+        of the process is ``DeviceLost``.
         """
         try:
             return self._execute(works, foresee)
-        except torch.AcceleratorError as error:
-            raise DeviceLost(str(error)) from error
         except RuntimeError as error:
             self._check_device(error)
             raise
@@ -149,7 +152,7 @@ class Runner:
         return answers
 
     def _check_device(self, error: RuntimeError) -> None:
-        """``DeviceLost`` if it fails too: Triton and cuBLAS have no class for its errors."""
+        """``DeviceLost`` if it fails again, whatever the class of the first error."""
         if self.pool.device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError):
             try:
                 torch.cuda.synchronize(self.pool.device)

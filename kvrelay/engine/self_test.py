@@ -43,7 +43,16 @@ _PROMPT = 50  # tokens
 _LONG_CONTEXT = 2 * SEGMENT + 16  # positions: three segments
 _DECODED = SEGMENT + 188  # positions: two segments
 # Of torch and of our launches, and of an attention library whose arguments have changed.
-_ERRORS = (RuntimeError, KvrelayError, AssertionError, ImportError, TypeError, ValueError)
+_ERRORS = (
+    RuntimeError,
+    KvrelayError,
+    OSError,
+    AssertionError,
+    ImportError,
+    TypeError,
+    ValueError,
+    IndexError,
+)
 Clock = Callable[[], float]
 
 
@@ -101,6 +110,8 @@ def _until_lost(checks: Iterator[DeviceCheck]) -> Iterator[DeviceCheck]:
         yield from checks
     except DeviceLost as error:
         yield DeviceCheck("model", False, f"nothing can be computed any more: {error}")
+    except _ERRORS as error:  # between two checks: no memory for a pool
+        yield DeviceCheck("model", False, _words(error))
 
 
 def _checks(
@@ -147,13 +158,17 @@ def attempt(
     except Rejected as error:  # before anything was computed
         return DeviceCheck(name, False, error.message)
     except _ERRORS as error:
-        found = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+        found = _words(error)
         try:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         except RuntimeError as lost:
             raise DeviceLost(f"{name}: {found}") from lost
         return DeviceCheck(name, False, found)
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
 
 
 def _alternative(device: torch.device, name: str) -> tuple[bool | None, str]:
@@ -272,6 +287,8 @@ def same_graphs(
     padded, exact = (_decode(each, 5) for each in (replayed, launched))
     if not torch.equal(*(each.pool.tensor[5:] for each in (replayed, launched))):
         return False, "padding wrote to blocks that no row has"
+    if replayed.graph_replays != 2:
+        return False, f"{replayed.graph_replays} of 2 steps were graphs"
     share = ((padded - exact).abs().max() / exact.abs().max()).item()
     same = "the same bits" if share == 0 else f"within {share:.1e}"
     return share < 0.05, f"16 rows: the same bits; 5 rows padded to 8: {same}"

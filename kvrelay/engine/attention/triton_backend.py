@@ -5,6 +5,7 @@ Has not run on a GPU yet: it has been interpreted and compiled (docs/gpu.md).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,15 +48,17 @@ class TritonBackend:
         self.options = AttentionOptions()
         self.profile = f"triton-{REVISION}-{triton.__version__}"
         self._upload = StepUpload(pool.device)
+        self._for_graphs: StepUpload | None = None
 
     def reserve(self, rows: int, positions: int) -> None:
-        """Make room for uploads of so many decode rows with contexts of so many positions."""
-        self._upload.reserve(rows * (_ROW_WORDS + -(positions // -self.pool.shape.block_size)))
+        """Make the buffer that graphs read, for so many rows with contexts of so many positions."""
+        blocks = -(positions // -self.pool.shape.block_size)
+        self._for_graphs = StepUpload(self.pool.device, rows * (_ROW_WORDS + blocks))
 
     def step(self, batch: Batch, longest: int | None = None) -> TritonStep:
         """Upload all that the step reads, its tokens included, in one copy.
 
-        ``longest`` is the context that decode entries may have at most; by default, that they have.
+        ``longest``, of a step for a graph, is the context that its entries may have at most.
         """
         from kvrelay.engine.cuda.attention import PagedEntries
 
@@ -65,8 +68,9 @@ class TritonBackend:
         narrow = (batch.spans, batch.tokens[None], batch.positions[None], batch.logit_rows)
         slots = slots_of(batch.spans, blocks, self.pool.shape.block_size)
         padded = np.pad(slots, (0, len(batch.tokens) - len(slots)), constant_values=-1)
-        parts = [*(part.astype(np.int32) for part in narrow), padded, blocks, *batch.words]
-        spans, tokens, positions, rows, where, tables, *words = self._upload.send(parts)
+        parts = [*(part.astype(np.int32) for part in narrow), padded, blocks]
+        sent = self._send(parts, batch.words, None if longest is None else self._for_graphs)
+        spans, tokens, positions, rows, where, tables, *words = sent
         if longest is None:
             longest = int(batch.lengths[:decodes].max()) if decodes else 0
         entries = PagedEntries(
@@ -79,6 +83,22 @@ class TritonBackend:
         )
         inputs = ModelInputs(tokens, positions, rows, tuple(words))
         return TritonStep(inputs, self.paged, entries, self.options)
+
+    def _send(
+        self,
+        parts: Sequence[NDArray[np.int32]],
+        words: Sequence[NDArray[np.int32]],
+        fixed: StepUpload | None,
+    ) -> list[torch.Tensor]:
+        """The parts and words on the device; the parts in the ``fixed`` buffer, if there is one.
+
+        Penalties may have more words than that holds. No graph reads them.
+        """
+        if fixed is None or fixed.holds([*parts, *words]):
+            return (fixed or self._upload).send([*parts, *words])
+        if not fixed.holds(parts):
+            raise ValueError("a decode step has longer tables than its graph has room for")
+        return [*fixed.send(parts), *self._upload.send(words)]
 
 
 def slots_of(
@@ -101,11 +121,6 @@ class TritonStep:
     pool: PagedPool
     entries: PagedEntries
     options: AttentionOptions
-
-    @property
-    def place(self) -> int:
-        """The address of the upload; those of its parts follow from their sizes."""
-        return self.entries.spans.data_ptr()
 
     def attend(
         self,

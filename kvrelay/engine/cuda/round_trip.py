@@ -86,13 +86,14 @@ def _arena(size: int) -> tuple[mmap.mmap, mmap.mmap]:
     """The store's mapping of its arena, and that of a reader; ``RuntimeError`` without any."""
     if sys.platform != "linux":
         raise RuntimeError("memory is shared with a store only on Linux")
-    fd = os.memfd_create("kvrelay-self-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(fd, size)
-        stored = mmap.mmap(fd, size)
-        fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
-        return stored, mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
+        fd = os.memfd_create("kvrelay-self-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            stored = mmap.mmap(fd, size)
+            fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
+            return stored, mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
+        finally:
+            os.close(fd)
     except OSError as error:
         raise RuntimeError(f"no memory can be shared with a store: {error}") from error
-    finally:
-        os.close(fd)

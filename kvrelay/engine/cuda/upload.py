@@ -16,23 +16,29 @@ _TURNS = 2  # pinned buffers: one is filled while the copy out of the other may 
 
 
 class StepUpload:
-    """A buffer on the device, and pinned ones in host memory; they only grow.
+    """A buffer on the device, and pinned ones in host memory; they only grow, from ``words`` on.
 
     The copy is ordered before the kernels that read it, and after those of the step before, by the
     stream. A pinned buffer is not written before the copy out of it has ended.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, words: int = 0) -> None:
         self._device = device
-        self._there = torch.empty(0, dtype=torch.int32, device=device)
-        self._turns: list[_Pinned] = []
+        self._size = max(words, _LEAST)
+        self._there = torch.empty(0)
+        self._turns: list[_Pinned] = []  # none before the first upload
         self._next = 0
+
+    def holds(self, parts: Sequence[NDArray[np.int32]]) -> bool:
+        """Whether these parts fit, so that the buffer stays where it is."""
+        return sum(_sizes(parts)) <= self._size
 
     def send(self, parts: Sequence[NDArray[np.int32]]) -> list[torch.Tensor]:
         """The parts on the device, valid until the next call."""
-        sizes = [-(-part.size // ALIGNED) * ALIGNED for part in parts]
+        sizes = _sizes(parts)
         total = sum(sizes)
-        self.reserve(total)
+        if total > self._size or not self._turns:
+            self._make(max(self._size, 1 << (total - 1).bit_length()))
         joined = np.zeros(total, np.int32)
         places = [0, *np.cumsum(sizes).tolist()][:-1]
         for place, part in zip(places, parts, strict=True):
@@ -45,12 +51,14 @@ class StepUpload:
             for place, part in zip(places, parts, strict=True)
         ]
 
-    def reserve(self, words: int) -> None:
-        """Make room for so many words, by doubling."""
-        if words > self._there.numel() or not self._turns:
-            size = max(_LEAST, 1 << (words - 1).bit_length())
-            self._there = torch.empty(size, dtype=torch.int32, device=self._device)
-            self._turns = [_Pinned(size, self._device) for _ in range(_TURNS)]
+    def _make(self, words: int) -> None:
+        self._size = words
+        self._there = torch.empty(words, dtype=torch.int32, device=self._device)
+        self._turns = [_Pinned(words, self._device) for _ in range(_TURNS)]
+
+
+def _sizes(parts: Sequence[NDArray[np.int32]]) -> list[int]:
+    return [-(-part.size // ALIGNED) * ALIGNED for part in parts]
 
 
 class _Pinned:

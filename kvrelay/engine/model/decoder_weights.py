@@ -22,8 +22,8 @@ from kvrelay.engine.model.elementwise import vectorised
 from kvrelay.engine.model.packed_linear import Linear, linear, stacked
 
 _KNOWN = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-SHORTEST = 64
-"""Positions that can be rotated at least: those of the numeric profile's probe are fewer."""
+SHORTEST = 1024
+"""Positions that can be rotated at least: the self-test of a GPU and the probe have fewer."""
 
 _AT_ONCE = 4096  # positions whose angles are computed together
 

@@ -91,12 +91,9 @@ class Recorded:
     def __init__(self) -> None:
         self.captured = 0
         self.replayed = 0
-        self.refuses = False
 
     def capture(self, function: Callable[[], object]) -> Graph:
         function()
-        if self.refuses:
-            raise torch.AcceleratorError("operation failed due to a previous error during capture")
         notes: list[Callable[[], None]] = []
         interpreter.LAUNCHES = notes
         try:
@@ -106,9 +103,6 @@ class Recorded:
             interpreter.LAUNCHES = None
         self.captured += 1
         return _Notes(notes, self)
-
-    def synchronize(self) -> None:
-        """Nothing runs beside Python here."""
 
 
 class _Notes:
@@ -141,11 +135,10 @@ def run(kind: str, dtype: str, seed: int) -> str:
         for runner in (ours, real):
             runner.pool.tensor.fill_(torch.nan)
         steps = _compare(ours, real, random.Random(seed))
-        assert recorded.captured == 4, "the upload has moved"
+        _keep_words_out(ours)
+        steps += _compare(ours, real, random.Random(seed))
         assert recorded.replayed == steps, f"{recorded.replayed} of {steps} steps were replayed"
-        _move_upload(ours, recorded)
-        _compare(ours, real, random.Random(seed))
-        assert recorded.replayed == steps, "a graph that reads the old upload was replayed"
+        assert ours.graph_replays == steps
         return f"{steps} steps replayed"
 
 
@@ -176,12 +169,13 @@ def _measure(loaded: LoadedModel) -> None:
     assert recorded.replayed == 1, recorded.replayed  # the others compute prompts too
 
 
-def _move_upload(runner: Runner, recorded: Recorded) -> None:
-    """A step needs more room than any before, and the driver captures nothing any more."""
+def _keep_words_out(runner: Runner) -> None:
+    """What graphs read has no room for what sampling reads, as with penalties of many tokens."""
     backend = runner._backend
     assert isinstance(backend, TritonBackend)
-    backend.reserve(1 << 12, SIZE)
-    recorded.refuses = True
+    fixed = backend._for_graphs
+    assert fixed is not None
+    fixed.holds = lambda parts: len(parts) == 6  # type: ignore[method-assign]
 
 
 def _compare(ours: Runner, real: Runner, rng: random.Random) -> int:

@@ -77,7 +77,8 @@ CASES: dict[str, tuple[Callable[[], graphs.GraphRuntime], Callable[[], None]]] =
 if __name__ == "__main__":
     runtime, mistake = CASES[sys.argv[1]]
     interpreter.ORDER.seed(1)
-    model = load_model(SHIPPED_MODEL, "bfloat16", str(interpreter.DEVICE), attention_backend="sdpa")
+    device = str(interpreter.DEVICE)  # the contexts of the checks are longer than a request may be
+    model = load_model(SHIPPED_MODEL, "bfloat16", device, 64, attention_backend="sdpa")
     mistake()
     found = self_test.self_test(model, runtime)
     try:

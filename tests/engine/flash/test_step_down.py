@@ -23,9 +23,6 @@ class NoGraphs:
     def capture(self, function: Callable[[], object]) -> Graph:
         raise RuntimeError("no graphs here")
 
-    def synchronize(self) -> None:
-        """No device."""
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:

@@ -15,7 +15,7 @@ import torch
 
 from kvrelay.cluster.config import SHIPPED_MODEL
 from kvrelay.config.reader import read
-from kvrelay.engine.graphs import CudaGraphs
+from kvrelay.engine.graphs import CudaGraphs, GraphLimits
 from kvrelay.engine.kernels import kernels
 from kvrelay.engine.model import device
 from kvrelay.engine.model.device import open_device
@@ -110,15 +110,40 @@ def test_no_import_asks_the_driver() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize(
+    ("limit", "contexts"),
+    [
+        (40, [512]),
+        (512, [512]),
+        (513, [512, 513]),
+        (4096, [512, 2048, 4096]),
+        (32768, [512, 2048, 8192, 32768]),
+    ],
+)
+def test_the_last_graphs_are_as_long_as_a_context_may_be(limit: int, contexts: list[int]) -> None:
+    assert GraphLimits(8, limit).contexts() == contexts
+
+
 def test_a_numeric_profile_names_the_whole_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs of one capability have different numbers of multiprocessors."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    named = [
+        "CUBLAS_EMULATE_SINGLE_PRECISION=1",
+        "CUBLAS_EMULATION_STRATEGY=eager",
+        "CUBLAS_WORKSPACE_CONFIG=:4096:8",
+        "CUBLASLT_WORKSPACE_SIZE=64",
+        "NVIDIA_TF32_OVERRIDE=0",
+        "PYTORCH_TUNABLEOP_ENABLED=1",
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1",
+        "TORCH_BLAS_PREFER_CUBLASLT=1",
+    ]
+    for variable in (*named, "ONEDNN_MAX_CPU_ISA=AVX2"):
+        monkeypatch.setenv(*variable.split("="))
     first, *parts = kernels(torch.device("cuda"))
     assert first == f"cuda-{torch.version.cuda}-sm90"
-    assert parts == ["NVIDIA-H100-PCIe", "CUBLAS_WORKSPACE_CONFIG=:4096:8", parts[-1]]
+    assert parts[0] == "NVIDIA-H100-PCIe"
+    assert sorted(parts[1:-1]) == sorted(named)
     assert parts[-1].startswith("torch-")
 
 

@@ -6,6 +6,7 @@ a line or two of the product, must be seen under some seed; the seeds are printe
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Sequence
 
@@ -94,13 +95,21 @@ def test_blocks_of_a_failed_step_are_filled_after_it(simulated: pytest.MonkeyPat
     assert any(found)
 
 
-def test_an_error_without_a_class_may_be_the_devices(simulated: pytest.MonkeyPatch) -> None:
-    """Triton and cuBLAS raise a ``RuntimeError``: the device is asked what it was."""
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        torch.AcceleratorError("CUDA error: out of memory"),  # of the driver, not of torch's pool
+    ],
+)
+def test_the_device_is_asked_whether_it_repeats_an_error(
+    simulated: pytest.MonkeyPatch, error: RuntimeError
+) -> None:
+    """Triton and cuBLAS raise a ``RuntimeError``, CUDA also errors that it does not repeat."""
     answers = [None, torch.AcceleratorError("CUDA error: an illegal memory access")]
-    told = "Triton Error [CUDA]: an illegal memory access was encountered"
 
     def choose(self: Runner, *given: object) -> list[Sampled]:
-        raise RuntimeError(told)
+        raise error
 
     def synchronize(device: torch.device) -> None:
         if (answer := answers.pop(0)) is not None:
@@ -110,10 +119,11 @@ def test_an_error_without_a_class_may_be_the_devices(simulated: pytest.MonkeyPat
     simulated.setattr(torch.cuda, "synchronize", synchronize)
     Memory.runtime = Runtime(1)
     made = Runner(chain_model(), BLOCKS, SIZE, "varlen")
-    for kind in (RuntimeError, DeviceLost):
-        with pytest.raises(kind, match="Triton Error") as caught:
+    for kind in (type(error), DeviceLost):
+        with pytest.raises(kind, match=re.escape(str(error))) as caught:
             made.execute([Work([1, 2], 0, 2, [0], 2, GREEDY)])
         assert type(caught.value) is kind
+    assert not answers
 
 
 MISTAKES: dict[str, tuple[types.ModuleType, Mistake]] = {
