@@ -27,7 +27,7 @@ from router.generate.request import AcceptedRequest, is_request_id
 HEADER = "last-event-id"
 DIGEST_BYTES = 8
 MAX_CHARS = 4096
-_LAYOUT = struct.Struct(f"<QQQI{DIGEST_BYTES}s{DIGEST_BYTES}s")
+_LAYOUT = struct.Struct(f"<QQQi{DIGEST_BYTES}s{DIGEST_BYTES}s")
 _LATEST = 1 << 40  # seconds since 1970
 ENDED = "e"
 HIT = "h"

@@ -149,9 +149,13 @@ async def test_the_length_of_a_chat_is_that_of_its_first_call() -> None:
         for cut, (last, _) in enumerate(whole[:-2], 1):
             assert await events(client, CHAT, CHATS, last) == whole[cut:]
     async with door([smaller]) as (_, client):
-        made = await client.post(CHATS, json=CHAT, headers={"last-event-id": whole[4][0]})
-        assert made.status_code == 400
-        assert "the largest worker has 40" in made.json()["error"]["message"]
+        for last, told in (
+            (whole[4][0], "the largest worker has 40"),
+            (changed(whole[4][0], "max_tokens", -1), "must be at least 1"),
+        ):
+            made = await client.post(CHATS, json=CHAT, headers={"last-event-id": last})
+            assert made.status_code == 400
+            assert told in made.json()["error"]["message"]
 
 
 def usage_of(found: list[Event]) -> dict[str, object]:
