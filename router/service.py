@@ -243,7 +243,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 request,
                 received_at=inbound.received_at,
                 regenerates=inbound.regenerates,
-                prompt_paid=inbound.prompt_paid,
+                paid=inbound.paid,
                 tools=tools,
                 reasoning=start,
                 span=span,

@@ -19,14 +19,13 @@ from kvrelay.rpc.protocol import ending_of
 from kvrelay.text.output import OutputText
 from kvrelay.v1 import router_pb2, types_pb2
 from router.generate.calls import AnswerReader
-from router.generate.legs import UNFINISHED, LegEvent, LegOrder, run_leg
+from router.generate.legs import UNFINISHED, LegEvent, LegOrder, refused, run_leg
 from router.generate.request import AcceptedRequest
 from router.generate.retry import Attempts, FailedLeg, PoisonRequest
 from router.generate.shared import SharedParts, SharedPrompt
 from router.generate.usage import begun_of, hit_of, lost_leg, request_usage
 from router.placement.placer import NextLeg, Placed, StreamBinding
 from router.queue.gate import Slot
-from router.workers.health import WorkerLost, WorkerSilent
 
 log = logging.getLogger("kvrelay.router")
 STOP, LENGTH = types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH
@@ -123,8 +122,7 @@ class Generation:
                         yield response
             except KvrelayError as error:
                 slot.moved |= isinstance(error, Unavailable)
-                lost = isinstance(error, WorkerLost | WorkerSilent)
-                self._unheard |= lost and not begun_of(self._usages)
+                self._unheard |= not refused(error) and not begun_of(self._usages)
                 await self._retry(placed, error, self.so_far - before)
             finally:
                 if self._trials is not None:

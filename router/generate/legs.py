@@ -12,7 +12,7 @@ import grpc
 
 from kvrelay.errors import DeadlineExceeded, KvrelayError, Unavailable
 from kvrelay.rpc.deadline import Deadline
-from kvrelay.rpc.status import checked_response, from_rpc_error, sent_by_server
+from kvrelay.rpc.status import NothingListens, checked_response, from_rpc_error, sent_by_server
 from kvrelay.rpc.tracing import OFF, Span
 from kvrelay.v1 import decode_pb2, prefill_pb2, types_pb2
 from router.config import out_of_time
@@ -58,6 +58,16 @@ def run_leg(worker: KnownWorker, order: LegOrder) -> AsyncGenerator[LegEvent]:
     ``WorkerLost`` and ``WorkerSilent``: no status arrived; ``Draining``: the worker drains.
     """
     return _traced(worker, order) if order.span.on else _run(worker, order)
+
+
+def refused(error: KvrelayError) -> bool:
+    """Whether nothing was computed in a leg that ended so before its admission.
+
+    A worker tells the admission before its own error. Without either of them it may have computed.
+    """
+    cause = error.__cause__
+    told = isinstance(cause, grpc.RpcError) and sent_by_server(cause)
+    return told or isinstance(error, NothingListens)
 
 
 def _run(worker: KnownWorker, order: LegOrder) -> AsyncGenerator[LegEvent]:

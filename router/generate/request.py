@@ -50,8 +50,8 @@ class AcceptedRequest:
     ``received_at`` is a time of ``time.monotonic``. ``samples``: what the client has of each, if
     there are several; ``split`` makes a request of each, whose index is ``sample``. One that
     ``regenerates`` makes again what its client has: nothing of it goes out; the call after it has
-    its ``prompt_paid``. One that ``resumes`` an earlier call has its ``hit``, tokens of the prompt
-    that were cached then, if it is known.
+    ``paid`` the tokens that were charged for it. One that ``resumes`` an earlier call has its
+    ``hit``, tokens of the prompt that were cached then, if it is known.
     """
 
     id: str
@@ -68,23 +68,13 @@ class AcceptedRequest:
     regenerates: bool = False
     hit: int | None = None
     resumes: bool = False
-    prompt_paid: bool = False
+    paid: int = 0
     sample: int = 0
     samples: tuple[ReceivedSample, ...] = ()
     retention: router_pb2.Retention.ValueType = router_pb2.RETENTION_UNSPECIFIED
     tools: ToolUse | None = None  # if the text of the answer may have calls
     reasoning: ReasoningStart = ""
     span: Span = OFF
-
-    @property
-    def charged_tokens(self) -> int:
-        """Tokens charged to the tenant: the prompt, and the output still to be generated."""
-        return self.charged_prompt + self.max_tokens - len(self.outputs)
-
-    @property
-    def charged_prompt(self) -> int:
-        """Tokens of the prompt that are charged."""
-        return 0 if self.prompt_paid else len(self.prompt)
 
     @property
     def outputs_field(self) -> str:

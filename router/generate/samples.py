@@ -41,9 +41,14 @@ class Samples:
 
     @property
     def charged_tokens(self) -> int:
-        """Tokens charged to the tenant: the prompt once, and every output still to be generated."""
-        prompt = self.request.charged_prompt
-        return prompt + sum(one.request.charged_tokens - prompt for one in self._generations)
+        """Tokens charged to the tenant: the prompt once, and every output that has not ended."""
+        outputs = sum(one.request.max_tokens for one in self._generations)
+        return max(0, len(self.request.prompt) + outputs - self.request.paid)
+
+    def _computed_first(self) -> int:
+        """Tokens computed before the first new one, but those that were charged before."""
+        so_far = sum(one.so_far for one in self._generations)
+        return max(0, len(self.request.prompt) + so_far - self.request.paid)
 
     @property
     def resumed(self) -> bool:
@@ -76,7 +81,7 @@ class Samples:
             request.span.record("queue", now - slot.waited, now)
             await generation.replay()
             if leads:
-                self._hold.used = request.charged_prompt  # a request refused earlier used nothing
+                self._hold.used = self._computed_first()  # a request refused earlier used nothing
             elif prompt is not None:
                 await prompt.computed.wait()  # the leader's end, if it fails, cancels this task
             async for response in responses:

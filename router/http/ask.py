@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvrelay.errors import Rejected
 from kvrelay.rpc.protocol import RETENTIONS, structured_message
-from kvrelay.sampling import MAX_SAMPLES, MAX_TOP_LOGPROBS
+from kvrelay.sampling import MAX_SAMPLES, MAX_TOP_LOGPROBS, SEEDS
 from kvrelay.structured import FIELD as STRUCTURED
 from kvrelay.structured import StructuredOutput, of_mapping, of_response_format
 from kvrelay.v1 import router_pb2
@@ -135,6 +135,11 @@ class Ask:
     form: AnswerForm
     fills: bool = False
     cache_salt: str = ""
+
+    def seed(self, seed: int) -> None:
+        """Give each prompt a seed, so that no two choices have the same one."""
+        for index, message in enumerate(self.messages):
+            message.sampling.seed = (seed + index * self.form.samples) % SEEDS
 
 
 def read_ask(values: Mapping[str, object], chat: bool, request_id: str, strict: bool) -> Ask:

@@ -12,13 +12,13 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
+from itertools import compress
 from typing import Protocol
 
 from kvrelay.errors import Mismatch, Rejected
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.security.identity import Tenant
 from kvrelay.rpc.tracing import OFF, Span
-from kvrelay.sampling import SEEDS
 from kvrelay.structured import FIELD as STRUCTURED
 from kvrelay.text.tokenizer import NoTokenizer, Tokenizer
 from kvrelay.v1 import router_pb2, types_pb2
@@ -44,7 +44,7 @@ from router.http.resume import (
 )
 from router.http.shapes import AnswerHead, ChatShape, CompletionShape
 from router.placement.placer import Placer
-from router.queue.inbox import Inbound, Read, Sender
+from router.queue.inbox import Inbound, Read, Sender, reading
 from router.workers.fleet import weights_of
 from router.workers.registry import Registry
 
@@ -100,6 +100,7 @@ class HttpRequest:
         self._in_turn = asyncio.Lock()  # several prompts write to one stream
         self._calls = [self._call(self._read, exchange.sender(self._tenant))]
         self._form: AnswerForm | None = None
+        self._fills = False  # the length is not in the body
         self._body = b""  # its digest
         self._messages: list[router_pb2.GenerateRequest] = []  # those that are still needed
         self._cache_salt = ""
@@ -159,23 +160,23 @@ class HttpRequest:
         elif any(message.output_token_ids for message in ask.messages):
             raise Rejected("output_token_ids", f"needs the {HEADER} header of their last event")
         elif len(ask.messages) > 1 and not ask.messages[0].sampling.HasField("seed"):
-            _seed(ask, secrets.randbits(64))
+            ask.seed(secrets.randbits(64))
         if ask.form.echo:
             self._echoes = [message.prompt for message in ask.messages]
         if self._resumption is not None:
             self._messages = list(ask.messages)
-        regenerates = self._resumption is not None and not self._kept
+        self._fills = ask.fills
         first, *others = [
             Inbound(
                 message=one,
                 fills=ask.fills and self._resumption is None,
                 cache_salt=ask.cache_salt,
-                regenerates=regenerates,
+                regenerates=self._regenerates(index),
             )
-            for one in ask.messages
+            for index, one in enumerate(ask.messages)
         ]
         for index, inbound in enumerate(others, 1):
-            self._calls.append(self._call(_reading(inbound), self._calls[0].sender, counted=True))
+            self._calls.append(self._call(reading(inbound), self._calls[0].sender, counted=True))
             self._group.create_task(self._serve_prompt(index))
         if others:
             await asyncio.wait([call.accepted for call in self._calls[1:]])
@@ -223,7 +224,8 @@ class HttpRequest:
             if field.startswith(STRUCTURED):
                 return constraint_name(field, self._form.by_format)
             if field == "max_tokens":
-                return self._form.limit_name
+                bound = self._fills and self._resumption is not None
+                return HEADER if bound else self._form.limit_name
         if len(self._calls) > 1 and name.startswith("prompt"):
             return f"prompt[{prompt}]{name.removeprefix('prompt')}"
         return field
@@ -250,7 +252,7 @@ class HttpRequest:
         async with aclosing(serve(call, self._record)) as responses:
             outputs: list[list[int]] = []
             async for response in responses:
-                if self._kept:  # the client has sent what it has
+                if not self._regenerates(index):
                     yield response
                     continue
                 positions = self._positions(index)
@@ -259,20 +261,23 @@ class HttpRequest:
                 if has_reached(outputs, positions):
                     break
             else:
-                if not self._kept:
+                if self._regenerates(index):
                     raise Mismatch(HEADER, "the answer ends before this position")
                 return
         message, begin = self._messages[index], index * self._asked.samples
+        sizes = [len(tokens) for tokens in outputs]
         outputs = [tokens[: at.tokens] for tokens, at in zip(outputs, positions, strict=True)]
         set_outputs(message, outputs, positions)
+        goes_on = [not sample.ended for sample in message.samples] or [True]
+        paid = sum(compress(sizes, goes_on))
         self._outputs.update(enumerate(outputs, begin))
         inbound = Inbound(
             message=message,
             cache_salt=self._cache_salt,
-            prompt_paid=True,
+            paid=len(call.accepted.result().prompt) + paid,
             received_at=call.accepted.result().received_at,
         )
-        again = self._call(_reading(inbound), replace(call.sender, nbytes=message.ByteSize()))
+        again = self._call(reading(inbound), replace(call.sender, nbytes=message.ByteSize()))
         async with aclosing(serve(again, self._record)) as responses:
             async for response in responses:
                 yield response
@@ -327,6 +332,12 @@ class HttpRequest:
         texts = zip(self._echoes, prompts, strict=True)
         return [text or tokenizer.decode(prompt) for text, prompt in texts]
 
+    def _regenerates(self, prompt: int) -> bool:
+        """Whether the client has tokens of a prompt and did not send them."""
+        if self._resumption is None or self._kept:
+            return False
+        return any(at.tokens for at in self._positions(prompt))
+
     def _positions(self, prompt: int) -> Sequence[SamplePosition]:
         """What the client has of the samples of a prompt."""
         assert self._resumption is not None, "the request has the header"
@@ -357,7 +368,7 @@ class HttpRequest:
             message.prompt_hash = 0 if several else stream.prompt_hash
             message.weights = weights
         if several and not seeded:
-            _seed(ask, stream.seed)
+            ask.seed(stream.seed)
         known = list(ask.messages[0].output_token_ids)
         if known and (len(given.samples) > 1 or len(known) != given.samples[0].tokens):
             raise Rejected(
@@ -385,16 +396,3 @@ class HttpRequest:
                 HEADER, "no worker serves the weights and numeric profile that it began with"
             )
         return weights
-
-
-def _reading(inbound: Inbound) -> Read:
-    async def read() -> Inbound:
-        return inbound
-
-    return read
-
-
-def _seed(ask: Ask, seed: int) -> None:
-    """Give each prompt a seed, so that no two choices have the same one."""
-    for index, message in enumerate(ask.messages):
-        message.sampling.seed = (seed + index * ask.form.samples) % SEEDS

@@ -27,7 +27,7 @@ from router.generate.request import AcceptedRequest, is_request_id
 HEADER = "last-event-id"
 DIGEST_BYTES = 8
 MAX_CHARS = 4096
-_LAYOUT = struct.Struct(f"<QQQi{DIGEST_BYTES}s{DIGEST_BYTES}s")
+_LAYOUT = struct.Struct(f"<QQQiB{DIGEST_BYTES}s{DIGEST_BYTES}s")
 _LATEST = 1 << 40  # seconds since 1970
 ENDED = "e"
 HIT = "h"
@@ -63,7 +63,7 @@ class StreamId:
     request_id: str
 
     def __str__(self) -> str:
-        numbers = self.seed, self.prompt_hash, self.created, self.max_tokens
+        numbers = self.seed, self.prompt_hash, self.created, self.max_tokens, len(self.request_id)
         raw = _LAYOUT.pack(*numbers, self.body, self.weights) + self.request_id.encode()
         return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
 
@@ -91,7 +91,7 @@ def parse_event_id(text: str, samples: int) -> Resumption:
         if len(text) > MAX_CHARS:
             raise ValueError("too long")
         raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
-        seed, prompt_hash, created, max_tokens, body, weights = _LAYOUT.unpack_from(raw)
+        seed, prompt_hash, created, max_tokens, size, body, weights = _LAYOUT.unpack_from(raw)
         if created >= _LATEST:
             raise ValueError("no time")
         told = positions.endswith(TOLD)
@@ -99,7 +99,7 @@ def parse_event_id(text: str, samples: int) -> Resumption:
         if told and not all(at.ended for at in parsed):
             raise ValueError("usage before the end")
         request_id = raw[_LAYOUT.size :].decode("ascii")
-        if not is_request_id(request_id):
+        if len(request_id) != size or not is_request_id(request_id):
             raise ValueError("not an id that a request can have")
         stream = StreamId(
             seed=seed,

@@ -296,7 +296,7 @@ async def test_the_prompt_is_charged_once(monkeypatch: pytest.MonkeyPatch) -> No
         again = several(3, 8)
         again.samples.extend([sample([]), sample(answer(PROMPT, 8, 6), True), sample([9])])
         await router.generate(again)
-    assert charged == [0, len(PROMPT) + 4 * 8, 0, len(PROMPT) + 8 + 7]
+    assert charged == [0, len(PROMPT) + 4 * 8, 0, len(PROMPT) + 2 * 8]  # tokens so far as well
 
 
 async def test_more_samples_than_requests_are_allowed() -> None:

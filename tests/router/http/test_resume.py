@@ -155,7 +155,9 @@ async def test_the_length_of_a_chat_is_that_of_its_first_call() -> None:
         ):
             made = await client.post(CHATS, json=CHAT, headers={"last-event-id": last})
             assert made.status_code == 400
-            assert told in made.json()["error"]["message"]
+            error = made.json()["error"]
+            assert told in error["message"]
+            assert error["param"] == "last-event-id"
 
 
 def usage_of(found: list[Event]) -> dict[str, object]:
@@ -211,6 +213,7 @@ async def test_ids_of_other_streams_are_refused() -> None:
             ({**BODY, "seed": SEED, "prompt": PROMPT[:-1]}, last, 412),
             ({**BODY, "seed": SEED}, "nonsense", 400),
             ({**BODY, "seed": SEED}, last[:20], 400),
+            *(({**BODY, "seed": SEED}, last[:-cut], 400) for cut in range(1, 25)),
             ({**BODY, "seed": SEED}, f"13{last[last.index('-') :]}", 412),
             ({**BODY, "seed": SEED}, f"3h12{last[last.index('-') :]}", 400),
             ({**BODY, "seed": SEED}, changed(last, "seed", SEED ^ 2), 400),

@@ -19,7 +19,7 @@ from tests.router.http.rig import SEED, door, events, expected
 from tests.router.rig import PROMPT
 from tests.secured import ALICE, BOB, SERVICE, write_credentials
 
-PAGE = "/v1/completions"
+PAGE, CHATS = "/v1/completions", "/v1/chat/completions"
 BODY: dict[str, object] = {"prompt": PROMPT, "max_tokens": 8, "seed": SEED}
 NEEDED = len(PROMPT) + 8
 
@@ -75,14 +75,32 @@ async def test_requests_at_once_are_counted_over_both_doors(tmp_path: Path) -> N
             assert len((await of_grpc).token_ids) == 8
 
 
-async def test_a_resumed_stream_needs_no_more_of_a_quota_than_a_whole_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("page", "body", "needed"),
+    [
+        (PAGE, BODY, NEEDED),
+        (PAGE, {**BODY, "n": 3}, len(PROMPT) + 24),
+        (PAGE, {**BODY, "n": 2, "prompt": [PROMPT, PROMPT[:-2]]}, 2 * len(PROMPT) - 2 + 32),
+        (CHATS, {"messages": [{"role": "user", "content": "Hi"}], "seed": SEED}, 60),  # it fills it
+    ],
+)
+async def test_a_resumed_stream_needs_no_more_of_a_quota_than_a_whole_one(
+    tmp_path: Path, page: str, body: dict[str, object], needed: int
+) -> None:
     """What the client has is generated again, and charged once."""
-    body, key = {**BODY, "stream": True}, bearer(ALICE)
-    async with tenants(tmp_path, f"tokens-per-minute = {2 * NEEDED + 1}") as (_, http):
-        http.headers.update(key)
-        whole = await events(http, body)
-        assert await events(http, body, last=whole[4][0]) == whole[5:]
-        assert (await http.post(PAGE, json=BODY)).status_code == 429
+    body = {**body, "stream": True}
+    async with tenants(tmp_path, f"tokens-per-minute = {needed}") as (router, http):
+        accounts = router.service.quotas._accounts
+        http.headers.update(bearer(ALICE))
+        whole = await events(http, body, page)
+        for last, _ in whole[:-1]:
+            accounts.clear()  # a minute passes
+            told = await events(http, body, page, last)
+            assert told[-1][1] == "[DONE]", last
+            assert accounts["alice"].spent > needed / 2
+            assert not accounts["alice"].open
+        refused = await http.post(page, json=body)
+        assert refused.status_code == 429
 
 
 async def test_tokens_of_a_minute_are_counted_over_both_doors(tmp_path: Path) -> None:
