@@ -45,6 +45,7 @@ class Registry:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._sources = WorkerSources(config)
+        self._listed = WorkerAddresses((), ())  # as the sources were last
         self._workers: dict[tuple[Role, str], KnownWorker] = {}
         self._watchers: dict[tuple[Role, str], Watcher] = {}
         self._tasks: dict[tuple[Role, str], asyncio.Task[None]] = {}
@@ -60,9 +61,8 @@ class Registry:
 
     async def start(self) -> None:
         """Watch the workers listed; ``Rejected`` if the workers file cannot be used."""
-        listed = await self._sources.read()
-        self.update(listed)
-        self._follower = asyncio.create_task(self._follow(listed))
+        self._list(await self._sources.read())
+        self._follower = asyncio.create_task(self._follow())
 
     async def close(self) -> None:
         """Stop watching and close every channel."""
@@ -77,7 +77,7 @@ class Registry:
     def announce(self, address: str, ttl: float) -> KnownWorker:
         """List a worker that announced itself, and check it. ``Rejected``, ``Exhausted``."""
         listed = self._sources.announce(address, ttl)
-        self.update(self._sources.now())
+        self._list(self._sources.now())
         announced = next((worker for worker in self.workers if worker.address == listed), None)
         if announced is None:
             raise Exhausted(f"{len(self._workers)} workers are listed: raise --max-workers", ttl)
@@ -92,7 +92,7 @@ class Registry:
         for worker in self.workers:
             if worker.address == address:
                 self._set_health(worker, WorkerHealth(HealthState.DRAINING, Draining("it ends")))
-        self.update(self._sources.now())
+        self._list(self._sources.now())
 
     @property
     def workers(self) -> tuple[KnownWorker, ...]:
@@ -196,6 +196,11 @@ class Registry:
             return Mismatch(refused[0].field, message)
         return Unavailable(message)
 
+    def _list(self, listed: WorkerAddresses) -> None:
+        """Watch what the sources list now."""
+        self._listed = listed
+        self.update(listed)
+
     def update(self, listed: WorkerAddresses) -> None:
         """Watch exactly these workers; legs on workers no longer listed run to their end."""
         wanted = self._wanted(listed)
@@ -268,7 +273,7 @@ class Registry:
             watching.cancel()
             await worker.link.close()
 
-    async def _follow(self, known: WorkerAddresses) -> None:
+    async def _follow(self) -> None:
         """Look for changes in every source."""
         problem = ""
         while True:
@@ -279,9 +284,8 @@ class Registry:
                 if problem != (problem := str(error)):  # each problem is logged once
                     log.warning("%s; the workers listed before stay", error)
                 listed = self._sources.now()
-            if listed != known:
-                known = listed
-                self.update(listed)
+            if listed != self._listed:
+                self._list(listed)
 
     def _restarted(self, worker: KnownWorker, before: worker_pb2.WorkerInfo) -> None:
         """The worker has another boot token than ``before``: its legs are lost.

@@ -18,6 +18,7 @@ from kvrelay.rpc.status import from_rpc_error
 from kvrelay.v1 import router_pb2, router_pb2_grpc, types_pb2
 from kvrelay.worker.announce import Announcer, advertised, label
 from router.config import RouterConfig
+from router.workers import registry
 from router.workers.dns import DnsNames, parse_name
 from router.workers.health import HealthState
 from router.workers.sources import (
@@ -203,6 +204,18 @@ async def test_an_announced_worker_is_asked_back_used_and_forgotten() -> None:
         await router.settled(used=0, listed=0)  # neither announced itself again
     for worker in (first, second):
         await worker.stop()
+
+
+async def test_an_announcement_may_expire_before_the_sources_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It came and went between two reads: the worker stayed listed for ever."""
+    monkeypatch.setattr(registry, "FOLLOW_SECONDS", 2.0)
+    worker = decode_worker()
+    async with running([], used=0, announce=True) as router:
+        await announce(router, await worker.start(), 1.0)
+        await router.settled(used=0, listed=0)
+    await worker.stop()
 
 
 async def test_an_announcement_alone_brings_nobody_in() -> None:
