@@ -97,4 +97,4 @@ def test_the_interpreter_still_needs_mending() -> None:
 def test_replayed_steps_equal_launched_ones(kind: str, dtype: str) -> None:
     """Decode steps as graphs, padded: logits, tokens and every byte of the pool."""
     found = interpreted("replays", kind, dtype, str(random.randrange(1000)))
-    assert "6 steps replayed" in found
+    assert "12 steps replayed" in found
