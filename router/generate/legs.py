@@ -63,7 +63,8 @@ def run_leg(worker: KnownWorker, order: LegOrder) -> AsyncGenerator[LegEvent]:
 def refused(error: KvrelayError) -> bool:
     """Whether nothing was computed in a leg that ended so before its admission.
 
-    A worker tells the admission before its own error. Without either of them it may have computed.
+    A worker tells the admission before its own error. Without either of them it may have computed;
+    an error of unmodified vLLM does not say.
     """
     cause = error.__cause__
     told = isinstance(cause, grpc.RpcError) and sent_by_server(cause)

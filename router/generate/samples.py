@@ -46,9 +46,12 @@ class Samples:
         return max(0, len(self.request.prompt) + outputs - self.request.paid)
 
     def _computed_first(self) -> int:
-        """Tokens computed before the first new one, but those that were charged before."""
+        """Tokens computed before the first new one, less those that were charged before.
+
+        Negative if more was regenerated than the client has: those tokens are charged already.
+        """
         so_far = sum(one.so_far for one in self._generations)
-        return max(0, len(self.request.prompt) + so_far - self.request.paid)
+        return len(self.request.prompt) + so_far - self.request.paid
 
     @property
     def resumed(self) -> bool:
