@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from kvrelay.cli.router_options import AnswerOptions, AnswerWriter, router_client
 from kvrelay.cli.screen import paint, print_err, print_out
+from kvrelay.cli.usage import cached_of
 from kvrelay.client.chunk import Chunk
 from kvrelay.client.client import Client, Stream
 from kvrelay.config.reader import load, option
@@ -98,8 +99,7 @@ class Conversation:
         print_out()
         usage = chunks[-1].usage if chunks else None
         if usage is not None and sys.stderr.isatty():
-            cached = "?" if usage.cached_prompt_tokens is None else usage.cached_prompt_tokens
-            prompt = usage.prompt_tokens
+            cached, prompt = cached_of(usage), usage.prompt_tokens
             ended = "; cut at --max-tokens" if chunks[-1].finish_reason == "length" else ""
             note = f"({cached} of {prompt} prompt tokens were cached{ended})"
             print_err(paint(note, "dim", sys.stderr))

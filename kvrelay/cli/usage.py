@@ -37,11 +37,15 @@ def _known(
     return {name: _json(item, name) for name, item in own if item is not None}
 
 
+def cached_of(usage: Usage) -> str:
+    """The number of cached prompt tokens, for people."""
+    return "?" if usage.cached_prompt_tokens is None else str(usage.cached_prompt_tokens)
+
+
 def usage_lines(usage: Usage) -> str:
     """A usage as lines of text."""
-    cached = "?" if usage.cached_prompt_tokens is None else usage.cached_prompt_tokens
     head = (
-        f"{usage.prompt_tokens} prompt tokens, {cached} of them cached;"
+        f"{usage.prompt_tokens} prompt tokens, {cached_of(usage)} of them cached;"
         f" {usage.completion_tokens} new; first token {usage.first_token_seconds * 1e3:.0f} ms"
     )
     legs = (line for leg in usage.legs for line in _leg(leg))

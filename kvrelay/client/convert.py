@@ -78,8 +78,7 @@ def call_delta_of(message: router_pb2.ToolCallDelta) -> ToolCallDelta:
 
 def usage_of(message: types_pb2.Usage) -> Usage:
     """The account of an answer."""
-    known = message.HasField("cached_prompt_tokens")
-    cached = message.cached_prompt_tokens if known else None
+    cached = message.cached_prompt_tokens if message.HasField("cached_prompt_tokens") else None
     legs = tuple(map(leg_usage_of, message.legs))
     return _copy(Usage, message, cached_prompt_tokens=cached, legs=legs)
 

@@ -61,10 +61,10 @@ def run_leg(worker: KnownWorker, order: LegOrder) -> AsyncGenerator[LegEvent]:
 
 
 def refused(error: KvrelayError) -> bool:
-    """Whether nothing was computed in a leg that ended so before its admission.
+    """Whether a leg that ended with this error before its admission has computed nothing.
 
-    A worker tells the admission before its own error. Without either of them it may have computed;
-    an error of unmodified vLLM does not say.
+    A worker sends the admission before it sends an error. If neither arrives, the leg may have
+    computed. Errors of an unmodified vLLM are not looked at: such a leg may have computed.
     """
     cause = error.__cause__
     told = isinstance(cause, grpc.RpcError) and sent_by_server(cause)

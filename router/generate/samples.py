@@ -46,9 +46,10 @@ class Samples:
         return max(0, len(self.request.prompt) + outputs - self.request.paid)
 
     def _computed_first(self) -> int:
-        """Tokens computed before the first new one, less those that were charged before.
+        """Tokens that this call uses for the prompt and the outputs so far.
 
-        Negative if more was regenerated than the client has: those tokens are charged already.
+        The call that regenerated them has used ``paid`` tokens. It may have made more of them than
+        the client has: then this number is negative.
         """
         so_far = sum(one.so_far for one in self._generations)
         return len(self.request.prompt) + so_far - self.request.paid

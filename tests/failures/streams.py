@@ -62,7 +62,8 @@ def draw(chance: random.Random, count: int, prompt: int, max_tokens: int) -> lis
 @dataclass(slots=True)
 class Stream:
     """One response stream. ``broken`` counts errors after which the client resumed, ``refused`` the
-    refusals of a poison request among them. ``told``: the hits were, before the last of them."""
+    refusals of a poison request among them. ``told``: the client knew the hits at the last
+    error."""
 
     query: Query
     tokens: list[int] = field(default_factory=list)

@@ -175,7 +175,8 @@ def _keep_words_out(runner: Runner) -> None:
     assert isinstance(backend, TritonBackend)
     fixed = backend._for_graphs
     assert fixed is not None
-    fixed.holds = lambda parts: len(parts) == 6  # type: ignore[method-assign]
+    of_graphs = 6  # spans, tokens, positions, rows of logits, slots, blocks
+    fixed.holds = lambda parts: len(parts) == of_graphs  # type: ignore[method-assign]
 
 
 def _compare(ours: Runner, real: Runner, rng: random.Random) -> int:
