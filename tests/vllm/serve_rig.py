@@ -31,6 +31,7 @@ FLAGS = (
 OURS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/vllm/site")]),
 }
 
 

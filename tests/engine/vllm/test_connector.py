@@ -288,6 +288,23 @@ def test_a_load_counts_only_if_every_rank_did(engine: Make, stage: Stage) -> Non
     assert (account.external, account.failed) == (12, 8)
 
 
+@pytest.mark.parametrize("failing", range(2))
+def test_the_shard_with_the_fewest_tokens_tells_why(
+    engine: Make, stage: Stage, failing: int
+) -> None:
+    one = engine(ranks=2)
+    served(one, one.add(PROMPT))
+    broken = Stage()
+    broken.error = Unavailable("as told")
+    stores: list[Store] = [stage, stage, stage, stage]  # two shards, then two ranks
+    stores[failing] = broken
+    two = engine(iter(stores).__next__, ranks=2)
+    account = served(two, two.add(PROMPT))
+    assert account.external == 0
+    assert account.missed is not None
+    assert account.missed.reason is Miss.UNREACHABLE
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("seed", range(12))
 def test_random_lives(engine: Make, stage: Stage, seed: int, ranks: int) -> None:

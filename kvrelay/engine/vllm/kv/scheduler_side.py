@@ -160,7 +160,10 @@ class SchedulerSide:
             query = Query(track.id, request.all_token_ids, names, local, track.space)
             found.append(shard.store.lookup(query))
         known = [one for one in found if one is not None]
-        return min(known) if len(known) == len(found) else None
+        if len(known) < len(found):
+            return None
+        track.short = known.index(min(known))
+        return known[track.short]
 
     def allocate(self, request: VllmRequest, blocks: Sequence[int], external: int) -> None:
         """vLLM gave a request its blocks, to load ``external`` tokens or to compute at once."""
@@ -196,8 +199,7 @@ class SchedulerSide:
         )
 
     def _why(self, track: Track) -> Miss | None:
-        reasons = [shard.store.why(track.id) for shard in self._shards]
-        return next((reason for reason in reasons if reason is not None), None)
+        return self._shards[track.short].store.why(track.id) if self._shards else None
 
     def finish(self, request: VllmRequest) -> RequestAccount:
         """A request has finished or was aborted; vLLM frees its blocks after this call."""
