@@ -101,6 +101,7 @@ class Exchange:
         self.status = 0  # of the response, once it has begun
         self._has_events = False
         self._open = False  # a stream that may get more events
+        self._ended = False
         self._quiet = 0.0  # seconds after which a comment is sent
         self._timer: asyncio.TimerHandle | None = None
         self._commenting: asyncio.Task[None] | None = None
@@ -248,6 +249,8 @@ class Exchange:
 
         ``patient``: it begins as late as the first comment must come.
         """
+        if self._ended:
+            return  # it was accepted and failed in one step of the event loop
         self._quiet = QUIET_SECONDS if patient else EARLY_SECONDS
         self._written_at = asyncio.get_running_loop().time()
         self._look()
@@ -282,6 +285,7 @@ class Exchange:
             if one is not None:
                 one.cancel()
         self._open = False
+        self._ended = True
 
     async def _start_events(self) -> None:
         self._open = True
@@ -296,8 +300,10 @@ class Exchange:
     async def _write(self, message: dict[str, object]) -> None:
         self._written_at = asyncio.get_running_loop().time()
         self._writing_since = self._written_at
-        await self._send(message)
-        self._writing_since = None
+        try:
+            await self._send(message)
+        finally:
+            self._writing_since = None
 
     async def _take_in(self, task: asyncio.Task[None]) -> None:
         """Receive the body, then wait for the client's end of the connection."""

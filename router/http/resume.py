@@ -1,11 +1,11 @@
 """Event ids, with which a client resumes a broken stream: the position and what it is bound to.
 
-An id is ``POSITIONS-TOKEN``: output tokens received of each choice, empty before its first event,
-after ``h`` the cached tokens of the prompt of which it is the first choice, with ``e`` once its
-finish reason was received, and a last ``u`` once the usage was; and what identifies the stream. The
-token binds the tenant, the request's body, its seed, the prompt's tokens, and the weights with
-their numeric profile. It holds no output: a client that sends only the id lets the router generate
-these tokens again, which are the same ones.
+An id is ``POSITIONS-TOKEN-SUM``: output tokens received of each choice, empty before its first
+event, after ``h`` the cached tokens of the prompt of which it is the first choice, with ``e`` once
+its finish reason was received, and a last ``u`` once the usage was; what identifies the stream; and
+a checksum of both. The token binds the tenant, the request's body, its seed, the prompt's tokens,
+and the weights with their numeric profile. It holds no output: a client that sends only the id lets
+the router generate these tokens again, which are the same ones.
 """
 
 from __future__ import annotations
@@ -86,10 +86,13 @@ class Resumption:
 
 def parse_event_id(text: str, samples: int) -> Resumption:
     """Raises ``Rejected`` for a text that is no id of a request with so many samples."""
-    positions, _, token = text.partition("-")
+    content, _, _ = text.rpartition("-")
+    positions, _, token = content.partition("-")
     try:
         if len(text) > MAX_CHARS:
             raise ValueError("too long")
+        if text != summed(content):
+            raise ValueError("damaged")
         raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
         seed, prompt_hash, created, max_tokens, size, body, weights = _LAYOUT.unpack_from(raw)
         if created >= _LATEST:
@@ -135,7 +138,12 @@ def _number(text: str) -> int:
 
 def event_id(positions: Sequence[SamplePosition], stream: str, told: bool = False) -> str:
     """The id of an event, after which the client has these positions, and the usage if ``told``."""
-    return f"{'.'.join(map(str, positions))}{TOLD if told else ''}-{stream}"
+    return summed(f"{'.'.join(map(str, positions))}{TOLD if told else ''}-{stream}")
+
+
+def summed(content: str) -> str:
+    """The id with this content; its checksum keeps a damaged one from fitting another stream."""
+    return f"{content}-{xxhash.xxh3_64_hexdigest(content.encode('utf-8', 'replace'))[:8]}"
 
 
 def digest(content: bytes) -> bytes:

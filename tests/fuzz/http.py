@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from router.http.resume import summed
 from tests.fuzz.mutate import FLOATS, TEXTS, WHOLE, Mutator
 from tests.fuzz.ports import CALL_SECONDS, CONNECT_SECONDS, connect
 from tests.fuzz.wire import http1, noise
@@ -71,7 +72,8 @@ SEEDS: Sequence[tuple[str, dict[str, object]]] = (
 )
 PAGES = ("/health", "/ready", "/metrics", "/v1/models", "/v1/models/llama", "/nothing")
 METHODS = ("GET", "PUT", "DELETE", "OPTIONS", "HEAD", "BREW")
-IDS = ("", "0", "1e.2-AA", "9" * 5000, "3-" + "A" * 64, "..", "1.2.3-CwAAAAAAAAA")
+_CONTENTS = ("", "0", "1e.2-AA", "9" * 5000, "3-" + "A" * 64, "..", "1.2.3-CwAAAAAAAAA")
+IDS = (*_CONTENTS, *map(summed, _CONTENTS))
 UNKNOWN = (
     "x",
     "output_token_ids",

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from router.metrics import registry_of
 from tests.router.fakes import Behaviour, Running, decode_worker, model
-from tests.router.http.rig import SEED, bounded, door, events, raw
+from tests.router.http.rig import SEED, bounded, door, events, moved, raw
 from tests.router.rig import PROMPT, json_log
 
 PAGE = "/v1/completions"
@@ -81,7 +81,7 @@ async def test_a_resumption_that_is_refused() -> None:
     async with door() as (router, client):
         whole = await events(client, BODY)
         last = whole[4][0]
-        too_far = f"13{last[last.index('-') :]}"
+        too_far = moved(last, "13")
         made = await client.post(PAGE, json=BODY, headers={"last-event-id": too_far})
         assert made.status_code == 412
         assert await ended(router, 2) == {"finished": 1, "failed_precondition": 1}

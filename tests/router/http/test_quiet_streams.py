@@ -12,7 +12,7 @@ import pytest
 from kvrelay.errors import Rejected
 from router.http import exchange
 from tests.router.fakes import Behaviour, Running, answer, decode_worker, namespace
-from tests.router.http.rig import SEED, door, events, expected, openai_of
+from tests.router.http.rig import SEED, door, events, expected, moved, openai_of
 from tests.router.http.test_resume import tokens_of
 from tests.router.rig import PROMPT
 
@@ -169,8 +169,7 @@ async def test_a_resumed_stream_waits_with_its_head_for_a_refusal() -> None:
     step = asyncio.Semaphore(0)
     worker = decode_worker(behaviour=Behaviour(step=step))
     async with door([worker]) as (_, client):
-        position = whole[-2][0].partition("-")[2]
-        header = {"last-event-id": f"9-{position}"}
+        header = {"last-event-id": moved(whole[-2][0], "9")}
         refused = asyncio.ensure_future(client.post(PAGE, json=BODY, headers=header))
         await asyncio.sleep(3 * exchange.EARLY_SECONDS)
         for _ in range(3):
@@ -181,3 +180,27 @@ async def test_a_resumed_stream_waits_with_its_head_for_a_refusal() -> None:
         header = {"last-event-id": whole[0][0]}
         refused_now = await client.post(PAGE, json=BODY, headers=header)
         assert refused_now.status_code == 412
+
+
+async def test_a_refused_stream_leaves_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is accepted and refused in one step of the event loop: its stream must not begin then."""
+    looks: list[int] = []
+    usual = exchange.Exchange._look
+
+    def look(one: exchange.Exchange) -> None:
+        looks.append(one.status)
+        usual(one)
+
+    monkeypatch.setattr(exchange.Exchange, "_look", look)
+    made = answer(PROMPT, 12, SEED)
+    stops = {**BODY, "max_tokens": 12, "seed": SEED, "stop_token_ids": made[2:3]}
+    async with door() as (_, client):
+        whole = await events(client, stops)
+        header = {"last-event-id": moved(whole[0][0], "5")}
+        looks.clear()
+        kept = {**stops, "output_token_ids": made[:5]}
+        refused = await client.post(PAGE, json=kept, headers=header)
+        assert refused.status_code == 400
+        assert "ended before" in refused.json()["error"]["message"]
+        await asyncio.sleep(3 * exchange.EARLY_SECONDS)
+        assert not looks

@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 
 from kvrelay.rpc.deadline import Deadline
-from router.http.resume import event_id, parse_event_id
+from router.http.resume import event_id, parse_event_id, summed
 from router.queue.inbox import Inbox, Read, Sender
 from tests.router.fakes import Behaviour, answer, decode_worker, namespace, prefill_worker
-from tests.router.http.rig import SEED, Event, door, events
+from tests.router.http.rig import SEED, Event, door, events, moved
 from tests.router.rig import PROMPT
 
 BODY: dict[str, object] = {
@@ -64,7 +64,8 @@ async def test_nothing_is_told_twice_after_the_usage(prompts: int, samples: int)
         assert await events(client, body, last=usage) == [("", "[DONE]")]
         again, last = await events(client, body, last=finish)
         assert [again[0], last[1]] == [usage, done[1]]
-        early = {"last-event-id": usage.replace("e", "", 1)}
+        positions = usage.partition("-")[0].replace("e", "", 1)
+        early = {"last-event-id": moved(usage, positions)}
         made = await client.post("/v1/completions", json=body, headers=early)
         assert made.status_code == 400
         assert "is no id of an event" in made.json()["error"]["message"]
@@ -91,8 +92,8 @@ async def test_what_is_generated_again_is_no_cache_hit(samples: int) -> None:
         assert router.service.totals.cached_prompt_tokens == 2
         for last, _ in whole[1:-2]:
             assert usage_of(await events(client, body, last=last)) == usage_of(whole)
-        unknown = re.sub("^([0-9]+)h[0-9]+", r"\1", whole[6][0])  # as the router did not know it
-        found = usage_of(await events(client, body, last=unknown))
+        positions = re.sub("h[0-9]+", "", whole[6][0].partition("-")[0])  # as if it was not known
+        found = usage_of(await events(client, body, last=moved(whole[6][0], positions)))
         assert found["prompt_tokens_details"] is None
 
 
@@ -213,9 +214,9 @@ async def test_ids_of_other_streams_are_refused() -> None:
             ({**BODY, "seed": SEED, "prompt": PROMPT[:-1]}, last, 412),
             ({**BODY, "seed": SEED}, "nonsense", 400),
             ({**BODY, "seed": SEED}, last[:20], 400),
-            *(({**BODY, "seed": SEED}, last[:-cut], 400) for cut in range(1, 25)),
-            ({**BODY, "seed": SEED}, f"13{last[last.index('-') :]}", 412),
-            ({**BODY, "seed": SEED}, f"3h12{last[last.index('-') :]}", 400),
+            *(({**BODY, "seed": SEED}, last[:-cut], 400) for cut in range(1, 35)),
+            ({**BODY, "seed": SEED}, moved(last, "13"), 412),
+            ({**BODY, "seed": SEED}, moved(last, "3h12"), 400),
             ({**BODY, "seed": SEED}, changed(last, "seed", SEED ^ 2), 400),
             ({**BODY, "seed": SEED}, changed(last, "created", (1 << 64) - 1), 400),
             ({**BODY, "seed": SEED}, changed(last, "prompt_hash", 5), 412),
@@ -226,6 +227,23 @@ async def test_ids_of_other_streams_are_refused() -> None:
             assert made.status_code == status, (header, made.text)
             assert made.json()["error"]["param"] == "last-event-id"
         assert router.service.queue_status().running == 0
+
+
+async def test_a_damaged_id_is_refused() -> None:
+    """Of a body without a seed the id has it: another one would lead into another answer."""
+    async with door() as (_, client):
+        last = (await events(client, BODY))[3][0]
+        flipped = [
+            last[:at] + ("1" if character == "2" else "2") + last[at + 1 :]
+            for at, character in enumerate(last)
+        ]
+        cut = [last[at:] for at in range(1, 20)]
+        for header in flipped + cut:
+            made = await client.post(
+                "/v1/completions", json=BODY, headers={"last-event-id": header}
+            )
+            assert made.status_code == 400, header
+            assert made.json()["error"]["param"] == "last-event-id"
 
 
 async def test_only_a_stream_is_resumed() -> None:
@@ -300,7 +318,7 @@ async def test_an_id_whose_request_no_client_could_name_is_refused(name: str) ->
     body = {**BODY, "seed": SEED}
     async with door() as (_, client):
         (last, _), *_ = await events(client, body)
-        positions, _, token = last.partition("-")
+        positions, _, token = last.rpartition("-")[0].partition("-")
         raw = base64.urlsafe_b64decode(token + "=" * (-len(token) % 4))
         named = json.loads((await events(client, body, last=last))[0][1])["id"]
         own = named.removeprefix("cmpl-").encode()
@@ -309,7 +327,7 @@ async def test_an_id_whose_request_no_client_could_name_is_refused(name: str) ->
         made = await client.post(
             "/v1/completions",
             json=body,
-            headers={"last-event-id": f"{positions}-{forged.rstrip('=')}"},
+            headers={"last-event-id": summed(f"{positions}-{forged.rstrip('=')}")},
         )
         assert made.status_code == 400
         assert "is no id of an event" in made.json()["error"]["message"]
