@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import TypeAlias, TypeVar
 
@@ -46,7 +46,7 @@ from router.generate.shared import SharedParts
 from router.generate.spans import AnswerSpan, note_request
 from router.latency import RequestHistograms, RequestTimes
 from router.placement.placer import Placer
-from router.queue.gate import QueueGate
+from router.queue.gate import HeldRequest, QueueGate
 from router.queue.grammars import GrammarChecks
 from router.queue.hints import HintQueue
 from router.queue.inbox import Inbound, Inbox, Sender
@@ -126,9 +126,10 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         ):
             sender = Sender(tenant, network_of_peer(context.peer()))
             call = InboundCall(sender, deadline, receive, span=span)
-            async with aclosing(self.serve(call, record)) as responses:
-                async for response in responses:
-                    yield response
+            with self.held(tenant, record) as held:
+                async with aclosing(self.serve(call, record, held)) as responses:
+                    async for response in responses:
+                        yield response
 
     @contextmanager
     def counted(self, tenant: Tenant, door: Door, peer: str) -> Iterator[RequestRecord]:
@@ -148,8 +149,22 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             if self.config.access_log:
                 record.write(ended)
 
+    @contextmanager
+    def held(self, tenant: Tenant, record: RequestRecord) -> Iterator[HeldRequest]:
+        """Count a prompt as open inside, which takes one call or several in turn.
+
+        Raises before its message is read if there is no place, or the tenant has used more tokens
+        than it may. ``record`` is that of the client's request.
+        """
+        with (
+            self.quotas.hold(tenant, record.holds) as quota,
+            self.gate.entered(tenant) as entry,
+        ):
+            quota.charge(0)
+            yield HeldRequest(quota, entry)
+
     async def serve(
-        self, call: InboundCall, record: RequestRecord
+        self, call: InboundCall, record: RequestRecord, held: HeldRequest
     ) -> AsyncGenerator[router_pb2.GenerateResponse]:
         """The responses to one call, of whichever door; closing the stream cancels its work.
 
@@ -157,25 +172,21 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         """
         with call.span.child("generate") as span:
             call.deadline.check("to begin")
-            with self.quotas.hold(call.tenant) as hold, ExitStack() as places:
-                places.enter_context(self.gate.entered(call.tenant))
-                hold.charge(0)  # refused before its message is read, if the tenant has used more
-                samples = await self._accept(call, hold, span)
-                for _ in range(1, samples.places):
-                    places.enter_context(self.gate.entered(call.tenant))
-                times = RequestTimes(self.latency, samples.request, resumed=samples.resumed)
-                answer, goes_out = AnswerSpan(span), not samples.request.regenerates
-                async with aclosing(self._hinted(samples)) as responses:
-                    async for response in responses:
-                        hold.used += len(response.tokens)
-                        if span.on and goes_out:
-                            answer.take(response)
-                        if goes_out:
-                            record.take(response)
-                            self._count(response, times.take(response))
-                        yield response
-                if goes_out:
-                    times.finished()
+            samples = await self._accept(call, held.quota, span)
+            held.entry.widen(samples.places)
+            times = RequestTimes(self.latency, samples.request, resumed=samples.resumed)
+            answer, goes_out = AnswerSpan(span), not samples.request.regenerates
+            async with aclosing(self._hinted(samples)) as responses:
+                async for response in responses:
+                    held.quota.used += len(response.tokens)
+                    if span.on and goes_out:
+                        answer.take(response)
+                    if goes_out:
+                        record.take(response)
+                        self._count(response, times.take(response))
+                    yield response
+            if goes_out:
+                times.finished()
 
     async def Announce(
         self,
@@ -243,7 +254,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 request,
                 received_at=inbound.received_at,
                 regenerates=inbound.regenerates,
-                paid=inbound.paid,
+                ended_tokens=inbound.ended_tokens,
                 tools=tools,
                 reasoning=start,
                 span=span,
@@ -262,7 +273,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 "n", f"{samples.places} samples, and this router has --max-requests {most}"
             )
         hold.widen(samples.places)
-        hold.charge(samples.charged_tokens)
+        if not hold.charged:  # else by the call that regenerated its output
+            hold.charge(samples.charged_tokens)
         call.accepted.set_result(request)
         return samples
 

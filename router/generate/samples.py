@@ -43,16 +43,15 @@ class Samples:
     def charged_tokens(self) -> int:
         """Tokens charged to the tenant: the prompt once, and every output that has not ended."""
         outputs = sum(one.request.max_tokens for one in self._generations)
-        return max(0, len(self.request.prompt) + outputs - self.request.paid)
+        return len(self.request.prompt) + outputs
 
     def _computed_first(self) -> int:
-        """Tokens that this call uses for the prompt and the outputs so far.
+        """Tokens that the request has used before this call's own.
 
-        The call that regenerated them has used ``paid`` tokens. It may have made more of them than
-        the client has: then this number is negative.
+        The call that regenerated them may have made more than the client has; these count once.
         """
         so_far = sum(one.so_far for one in self._generations)
-        return len(self.request.prompt) + so_far - self.request.paid
+        return len(self.request.prompt) + so_far + self.request.ended_tokens
 
     @property
     def resumed(self) -> bool:

@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
-from itertools import compress
 from typing import Protocol
 
 from kvrelay.errors import Mismatch, Rejected
@@ -44,6 +43,7 @@ from router.http.resume import (
 )
 from router.http.shapes import AnswerHead, ChatShape, CompletionShape
 from router.placement.placer import Placer
+from router.queue.gate import HeldRequest
 from router.queue.inbox import Inbound, Read, Sender, reading
 from router.workers.fleet import weights_of
 from router.workers.registry import Registry
@@ -66,7 +66,11 @@ class Backend(Protocol):
         self, tenant: Tenant, door: Door, peer: str
     ) -> AbstractContextManager[RequestRecord]: ...
 
-    def serve(self, call: InboundCall, record: RequestRecord) -> Responses: ...
+    def held(
+        self, tenant: Tenant, record: RequestRecord
+    ) -> AbstractContextManager[HeldRequest]: ...
+
+    def serve(self, call: InboundCall, record: RequestRecord, held: HeldRequest) -> Responses: ...
 
     async def tokenize(self, call: InboundCall) -> tuple[int, ...]: ...
 
@@ -200,16 +204,17 @@ class HttpRequest:
             )
 
     async def _serve_prompt(self, index: int) -> None:
-        call = self._calls[index]
+        call, record, serve = self._calls[index], self._record, self._backend.serve
         resumed = HEADER in self._exchange.headers
-        opened = self._continued(index) if resumed else self._backend.serve(call, self._record)
         try:
-            async with aclosing(opened) as responses:
-                async for response in responses:
-                    if len(self._calls) == 1:
-                        await self._take(response)
-                    else:
-                        await self._take_in_turn(index, response)
+            with self._backend.held(self._tenant, record) as held:
+                opened = self._continued(index, held) if resumed else serve(call, record, held)
+                async with aclosing(opened) as responses:
+                    async for response in responses:
+                        if len(self._calls) == 1:
+                            await self._take(response)
+                        else:
+                            await self._take_in_turn(index, response)
         except (Mismatch, Rejected) as error:
             if (name := self._name_of(error.field, index)) == error.field:
                 raise
@@ -246,10 +251,10 @@ class HttpRequest:
         elif events := answer.events(response):
             await self._exchange.write(events)
 
-    async def _continued(self, index: int) -> Responses:
+    async def _continued(self, index: int, held: HeldRequest) -> Responses:
         """The responses of a prompt after the position of the client."""
         call, serve = self._calls[index], self._backend.serve
-        async with aclosing(serve(call, self._record)) as responses:
+        async with aclosing(serve(call, self._record, held)) as responses:
             outputs: list[list[int]] = []
             async for response in responses:
                 if not self._regenerates(index):
@@ -265,20 +270,17 @@ class HttpRequest:
                     raise Mismatch(HEADER, "the answer ends before this position")
                 return
         message, begin = self._messages[index], index * self._asked.samples
-        sizes = [len(tokens) for tokens in outputs]
         outputs = [tokens[: at.tokens] for tokens, at in zip(outputs, positions, strict=True)]
         set_outputs(message, outputs, positions)
-        goes_on = [not sample.ended for sample in message.samples] or [True]
-        paid = sum(compress(sizes, goes_on))
         self._outputs.update(enumerate(outputs, begin))
         inbound = Inbound(
             message=message,
             cache_salt=self._cache_salt,
-            paid=len(call.accepted.result().prompt) + paid,
+            ended_tokens=sum(len(one.token_ids) for one in message.samples if one.ended),
             received_at=call.accepted.result().received_at,
         )
         again = self._call(reading(inbound), replace(call.sender, nbytes=message.ByteSize()))
-        async with aclosing(serve(again, self._record)) as responses:
+        async with aclosing(serve(again, self._record, held)) as responses:
             async for response in responses:
                 yield response
 

@@ -22,6 +22,7 @@ from kvrelay.v1 import router_pb2, types_pb2
 from router.config import RouterConfig, out_of_time
 from router.queue.admission import AdmissionControl, AdmissionStep
 from router.queue.fair import QueuedRequest
+from router.queue.quotas import QuotaHold
 from router.queue.semaphore import FairSemaphore
 from router.workers.registry import Registry
 from router.workers.worker import KnownWorker
@@ -42,6 +43,29 @@ class Slot:
 
     waited: float = 0.0
     moved: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class GateEntry:
+    """A request in the gate; it counts as ``places`` of them."""
+
+    gate: QueueGate
+    tenant: Tenant
+    places: int = 0
+
+    def widen(self, places: int) -> None:
+        """Count as so many from now on. Raises as ``QueueGate.entered`` does."""
+        while self.places < places:
+            self.gate.enter(self.tenant)
+            self.places += 1
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRequest:
+    """What an open request holds: of its tenant's quota, and of the router's places."""
+
+    quota: QuotaHold
+    entry: GateEntry
 
 
 class QueueGate:
@@ -75,24 +99,29 @@ class QueueGate:
         registry.listen(self._resize)
 
     @contextmanager
-    def entered(self, tenant: Tenant) -> Iterator[None]:
+    def entered(self, tenant: Tenant) -> Iterator[GateEntry]:
         """Count a request as open inside.
 
         ``Unavailable`` while the router drains. If too many are open, a waiting request of a tenant
         with more of them is evicted for it; ``Exhausted`` if there is none.
         """
+        entry = GateEntry(self, tenant)
+        try:
+            entry.widen(1)
+            yield entry
+        finally:
+            self._open -= entry.places
+            if not self._open:
+                self._idle.set()
+
+    def enter(self, tenant: Tenant) -> None:
+        """For ``GateEntry`` alone."""
         if self._draining:
             raise Unavailable("this router is draining: ask another one")
         if self._open >= self._max_open:
             self._make_room(tenant)
         self._open += 1
         self._idle.clear()
-        try:
-            yield
-        finally:
-            self._open -= 1
-            if not self._open:
-                self._idle.set()
 
     @property
     def draining(self) -> bool:

@@ -50,10 +50,12 @@ class QuotaHold:
 
     ``used`` counts the tokens of its prompt and its output; ``held`` those charged and not yet
     restored; ``text`` those of a prompt that came as text. It counts as ``places`` requests.
+    ``group``: the open holds of all prompts that came with its own.
     """
 
     tenant: Tenant
     quotas: Quotas
+    group: list[QuotaHold] = field(default_factory=list)
     charged: int = 0
     used: int = 0
     held: float = 0.0
@@ -71,11 +73,15 @@ class QuotaHold:
     def tokenized(self, tokens: int) -> None:
         """Note the tokens of its text, or fewer for a text that was refused as too long."""
         self.text = tokens
-        self.used = -(tokens // -RETRIED)
+        self.used = max(self.used, -(tokens // -RETRIED))
 
     def charge(self, tokens: int) -> None:
-        """For all that it can need; ``Exhausted`` says when there is enough again."""
-        self.quotas.charge(self.tenant, tokens)
+        """For all that it can need; ``Exhausted`` says when there is enough again.
+
+        ``Rejected`` if its group needs more than there can ever be.
+        """
+        beside = sum(hold.charged for hold in self.group if hold is not self)
+        self.quotas.charge(self.tenant, tokens, beside)
         self.charged += tokens
         self.held += tokens
 
@@ -94,8 +100,11 @@ class Quotas:
         self.refused = Counter[str]()  # by reason
 
     @contextmanager
-    def hold(self, tenant: Tenant) -> Iterator[QuotaHold]:
-        """Count a request inside; ``Exhausted`` if the tenant has as many as it may."""
+    def hold(self, tenant: Tenant, group: list[QuotaHold] | None = None) -> Iterator[QuotaHold]:
+        """Count a request inside; ``Exhausted`` if the tenant has as many as it may.
+
+        ``group`` has the open holds of the prompts that came with it.
+        """
         account = self._accounts.setdefault(tenant.name, _Account(at=self._clock()))
         if tenant.max_requests is not None and account.places >= tenant.max_requests:
             self.refused["tenant_requests"] += 1
@@ -103,7 +112,8 @@ class Quotas:
                 f"tenant {tenant.name!r} has {account.places} requests open, its limit",
                 RETRY_SECONDS,
             )
-        hold = QuotaHold(tenant, self)
+        hold = QuotaHold(tenant, self) if group is None else QuotaHold(tenant, self, group)
+        hold.group.append(hold)
         account.open.append(hold)
         account.places += 1
         try:
@@ -115,6 +125,7 @@ class Quotas:
             if tenant.tokens_per_minute is not None and hold.unused < 0:
                 account.advance(self._clock(), tenant.tokens_per_minute / MINUTE)
             account.open.remove(hold)
+            hold.group.remove(hold)
             account.places -= hold.places
             account.spent = max(0.0, account.spent - hold.unused)
 
@@ -138,15 +149,15 @@ class Quotas:
         account.places += places - hold.places
         hold.places = places
 
-    def charge(self, tenant: Tenant, tokens: int) -> None:
-        """For ``QuotaHold`` alone."""
+    def charge(self, tenant: Tenant, tokens: int, beside: int) -> None:
+        """For ``QuotaHold`` alone. ``beside``: what the rest of its group was charged."""
         allowed = tenant.tokens_per_minute
         if allowed is None:
             return
-        if tokens > allowed:
+        if (needed := beside + tokens) > allowed:
             raise Rejected(
                 "max_tokens",
-                f"prompt and output may need {tokens} tokens, and tenant {tenant.name!r} may"
+                f"prompt and output may need {needed} tokens, and tenant {tenant.name!r} may"
                 f" use {allowed} a minute",
             )
         account, now, rate = self._accounts[tenant.name], self._clock(), allowed / MINUTE

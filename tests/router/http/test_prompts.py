@@ -192,9 +192,12 @@ async def test_the_quota_is_charged_for_every_prompt(tmp_path: Path) -> None:
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 10
         assert router.service.queue_status().running == 0
-    async with limited(tmp_path, f"tokens-per-minute = {needed - 5}") as (_, client):
-        refused = await client.post(PAGE, json={**body, "stream": True})
-        assert refused.status_code == 429  # all or nothing: no prompt is answered alone
+    async with limited(tmp_path, f"tokens-per-minute = {needed - 1}") as (router, client):
+        never = await client.post(PAGE, json={**body, "stream": True})
+        assert never.status_code == 400  # all or nothing: no prompt is answered alone
+        assert never.json()["error"]["param"] == "max_tokens"
+        assert f"may need {needed} tokens" in never.json()["error"]["message"]
+        assert router.service.queue_status().running == 0
     async with limited(tmp_path, "max-requests = 3") as (_, client):
         never = await client.post(PAGE, json=body)
         assert never.status_code == 400

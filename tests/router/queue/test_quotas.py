@@ -8,7 +8,7 @@ import pytest
 
 from kvrelay.errors import Exhausted, Rejected
 from kvrelay.rpc.security.identity import Tenant
-from router.queue.quotas import Quotas
+from router.queue.quotas import QuotaHold, Quotas
 
 
 class Clock:
@@ -186,6 +186,21 @@ def test_retries_at_the_limit_do_not_use_up_what_they_wait_for() -> None:
         clock.now += 5.0
         seconds += 5
     assert seconds <= 400  # 60 s without any refusal
+
+
+def test_prompts_that_came_together_need_their_tokens_together() -> None:
+    """Each may have its own tokens, and all of them never: to send them again would not help."""
+    quotas, alice = Quotas(Clock()), Tenant("alice", tokens_per_minute=60)
+    group: list[QuotaHold] = []
+    with quotas.hold(alice, group) as first:
+        first.charge(40)
+        with quotas.hold(alice, group) as second, pytest.raises(Rejected, match="need 61 tokens"):
+            second.charge(21)
+        with quotas.hold(alice) as other, pytest.raises(Exhausted):
+            other.charge(21)
+    assert not group
+    with quotas.hold(alice, group) as again:
+        again.charge(60)
 
 
 def test_a_request_may_count_as_several() -> None:
