@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvrelay.cli.screen import print_err, print_out
 from kvrelay.config.reader import check, load, option, required
+from kvrelay.errors import Rejected
 from kvrelay.process import sigint
 
 DESCRIPTION = """\
@@ -58,13 +59,18 @@ class ShownProgress:
 
 def main(argv: Sequence[str]) -> int:
     config = load(MakeModelConfig, argv, "kvrelay make-model", DESCRIPTION)
+    out = Path(config.out)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise Rejected(
+            "out", f"{out} exists and is not an empty folder: name another one with --out"
+        )
     with sigint.sigint_exits():
         # It imports torch: not before the flags are read.
         from benchmarks.random_model import make_model
 
     print_err(f"Making {config.shape} in {config.dtype}")
     shown = ShownProgress()
-    made = make_model(config.shape, Path(config.out), config.dtype, config.seed, shown.show)
+    made = make_model(config.shape, out, config.dtype, config.seed, shown.show)
     size = sum(path.stat().st_size for path in made.iterdir())
     print_out(f"{made}: {size / 1e6:,.1f} MB")
     return 0

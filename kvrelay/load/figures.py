@@ -148,7 +148,7 @@ class LevelFigures:
         self.loop_delay = Durations()
         self.open = 0
         self.ends = Counter[str](dict.fromkeys(ENDS, 0))
-        self.errors = Counter[str]()
+        self.errors = Counter[str]()  # by the first text of each kind
         self.tokens = 0
         self.prompt_tokens = 0
         self.good = 0
@@ -161,6 +161,7 @@ class LevelFigures:
         self.retry_after = Durations()
         self.course = Course()
         self.queue_page: Mapping[str, float | None] | None = None  # of the server's metrics
+        self._first_errors: dict[str, str] = {}  # by the text without its times
         self._objectives = objectives
 
     def add(self, answer: LoadAnswer) -> None:
@@ -168,9 +169,9 @@ class LevelFigures:
         self.ends[answer.ended] += 1
         self.tenants[answer.request.tenant] += answer.tokens
         self.tokens += answer.tokens
-        said = DECIMAL.sub("N", answer.error)
-        if said and (said in self.errors or len(self.errors) < MOST_ERRORS):
-            self.errors[said] += 1
+        kind = DECIMAL.sub("N", answer.error)
+        if kind and (kind in self._first_errors or len(self.errors) < MOST_ERRORS):
+            self.errors[self._first_errors.setdefault(kind, answer.error)] += 1
         if answer.retry_after is not None:
             self.retry_after.add(answer.retry_after)
         if self._objectives.met(answer):

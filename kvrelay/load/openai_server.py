@@ -26,6 +26,8 @@ CONNECT_SECONDS = 10.0
 IDLE_SECONDS = 3.0  # less than servers keep a connection, so that none closes when it is used again
 EVENT_BYTES = 32 << 20
 REFUSED = (429, 503)
+UNAUTHORIZED = (401, 403)
+NO_HTTP = "Bad status line"  # aiohttp's words for an answer that does not begin as HTTP/1 does
 TIMED_OUT = (408, 504)
 CLOSED = "the server closed the connection before its answer ended"
 RETRY_SECONDS = 1.0
@@ -46,6 +48,7 @@ class OpenAIServer:
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise Rejected(field, f"{url!r}: wanted is http://HOST:PORT or https://HOST:PORT")
         self.url = parsed
+        self._field = field
         self._https = https
         self._sessions: dict[bool, aiohttp.ClientSession] = {}
 
@@ -85,6 +88,12 @@ class OpenAIServer:
         """The name of its first model."""
         async with self._asked("GET", "/v1/models", _bearer(token)) as response:
             text = await response.text(errors="replace")
+        if response.status in UNAUTHORIZED:
+            said = f"the server refuses /v1/models ({_refusal(response, text)})"
+            if self._field == "check":
+                advice = "--check sends no key, so name a server that wants none"
+                raise Rejected("check", f"{said}: {advice}")
+            raise Rejected("api_key", f"{said}: set KVRELAY_API_KEY to a key that it accepts")
         with suppress(ValueError, LookupError, TypeError):
             return str(json.loads(text)["data"][0]["id"])
         raise Rejected("model", "the server lists none: name it with --model")
@@ -153,12 +162,17 @@ def _errors(url: URL) -> Iterator[None]:
     except (aiohttp.ClientError, OSError) as error:
         if isinstance(error, OSError) and error.errno in (errno.ECONNRESET, errno.EPIPE):
             raise Unavailable(CLOSED) from error
+        listened = Address(url.host or "", url.port)
         refused = isinstance(error, aiohttp.ClientConnectorError) and isinstance(
             error.os_error, ConnectionRefusedError
         )
         if refused:
-            listened = Address(url.host or "", url.port)
             raise Unavailable(f"nothing listens at {listened}") from error
+        if isinstance(error, aiohttp.ClientResponseError) and NO_HTTP in error.message:
+            advice = f"use kvrelay load --router {listened}"
+            raise Unavailable(
+                f"{listened} does not speak HTTP/1.1: if it is the gRPC port of a router, {advice}"
+            ) from error
         said = str(error) or type(error).__name__
         raise Unavailable(f"HTTP to {url.host}: {said}") from error
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from kvrelay.errors import Rejected
 from kvrelay.load.request import AnswerPiece, LoadRequest
+from kvrelay.model_folder import missing_folder
 
 
 class TransformersDoor:
@@ -20,7 +22,8 @@ class TransformersDoor:
         try:
             self._model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
         except (OSError, ValueError) as error:
-            raise Rejected("check", f"transformers cannot load {path}: {error}") from error
+            why = missing_folder(Path(path)) or f"transformers cannot load it: {error}"
+            raise Rejected("check", f"{path}: {why}") from error
         self._model.train(False)
         ends = self._model.generation_config.eos_token_id
         listed = ends if isinstance(ends, list) else [] if ends is None else [ends]

@@ -35,8 +35,10 @@ def read_tenants(path: Path) -> tuple[LoadTenant, ...]:
     """The tenants of a TOML file: a table for each, with ``share`` and ``token``."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise Rejected("tenants", f"{path} cannot be read: {error}") from error
+    except OSError as error:
+        raise Rejected("tenants", f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise Rejected("tenants", f"cannot read {path}: {error}") from error
     found = []
     for name, table in tables.items():
         if not isinstance(table, dict) or set(table) - {"share", "token"}:
@@ -50,6 +52,15 @@ def read_tenants(path: Path) -> tuple[LoadTenant, ...]:
     if not 0 < len(found) <= MOST_TENANTS:
         raise Rejected("tenants", f"{path}: has {len(found)} tables, wanted are 1 to 256")
     return tuple(found)
+
+
+def trace_file(path: Path) -> Path:
+    """``path``; raises ``Rejected`` if that file cannot be opened."""
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise Rejected("trace", f"cannot read {path}: {error.strerror}") from None
+    return path
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""``kvrelay make-model`` shows how far it is."""
+"""``kvrelay make-model`` shows how far it is, and writes over nothing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.make_model import ShownProgress
 from benchmarks.random_model import make_model as write_model
+from kvrelay.cli.dispatch import main
 
 
 def test_the_share_of_drawn_weights_rises_to_one(tmp_path: Path) -> None:
@@ -32,3 +33,21 @@ def test_it_is_shown_every_five_seconds_without_a_terminal(
         "  75% of the weights drawn",
         "  writing the weights",
     ]
+
+
+def test_a_folder_with_files_is_not_written_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "config.json"
+    kept.write_text("mine")
+    for out in (tmp_path, kept):
+        assert main(["make-model", "--shape", "llama-tiny", "--out", str(out)]) == 2
+        assert capsys.readouterr().err == (
+            f"kvrelay make-model: out: {out} exists and is not an empty folder:"
+            " name another one with --out\n"
+        )
+    assert kept.read_text() == "mine"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert main(["make-model", "--shape", "llama-tiny", "--out", str(empty)]) == 0
+    assert (empty / "model.safetensors").exists()

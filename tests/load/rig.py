@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +50,7 @@ class LoadCommand:
         path = self.folder / "load.json"
         path.unlink(missing_ok=True)
         self._capsys.readouterr()
-        given = ["load", *map(str, words), "--json", str(path), "--no-progress"]
+        given = ["load", "--json", str(path), "--no-progress", *map(str, words)]
         try:
             status = main(given)
         except SystemExit as end:
@@ -53,3 +58,37 @@ class LoadCommand:
         seen = self._capsys.readouterr()
         text = path.read_text() if path.exists() else ""
         return Loaded(status, seen.out, seen.err, json.loads(text) if text else {})
+
+
+@contextmanager
+def refusing_server(status: int, *messages: str) -> Iterator[str]:
+    """The URL of a server that refuses every request; each POST gets the next message."""
+    said = cycle(messages)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._refuse(messages[0])
+
+        def do_POST(self) -> None:
+            self._refuse(next(said))
+
+        def _refuse(self, message: str) -> None:
+            text = json.dumps({"error": {"message": message}}).encode()
+            self.rfile.read(int(self.headers["content-length"] or 0))
+            self.send_response(status)
+            self.send_header("content-length", str(len(text)))
+            self.send_header("retry-after", "0")
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Standard error is the command's."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvrelay.cli.screen import coloured, paint, print_err
 from kvrelay.config.reader import options
+from kvrelay.errors import Rejected
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -45,11 +46,14 @@ def wrapped(text: str, style: str = "", indent: str = "") -> Iterator[str]:
         yield paint(line, style) if style else line
 
 
-def claim(*paths: str | None) -> None:
-    """A file that cannot be written fails now rather than after the run."""
-    for path in paths:
-        if path is not None:
-            Path(path).open("a").close()
+def claim(json: str | None, html: str | None, csv: str | None = None) -> None:
+    """Raises ``Rejected`` for a file that cannot be written, before the run."""
+    for field, path in (("json", json), ("html", html), ("csv", csv)):
+        try:
+            if path is not None:
+                Path(path).open("a").close()
+        except OSError as error:
+            raise Rejected(field, f"cannot write {path}: {error.strerror}") from None
 
 
 def write(path: str | None, text: str) -> None:

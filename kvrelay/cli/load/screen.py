@@ -11,7 +11,7 @@ from kvrelay.cli.load.output import LiveLine, wrapped
 from kvrelay.cli.screen import paint, print_out, table
 from kvrelay.load.check import AnswerCheck
 from kvrelay.load.driver import LoadDriver
-from kvrelay.load.figures import LevelFigures, Objectives
+from kvrelay.load.figures import DECIMAL, LevelFigures, Objectives
 from kvrelay.load.report import LATENCIES, csv_row, peak_of, seconds_of, verdict
 from kvrelay.load.request import LoadAnswer
 from kvrelay.load.run import LoadWatcher
@@ -103,7 +103,8 @@ def level_lines(figures: LevelFigures, objectives: Objectives) -> Iterator[str]:
         advice = "the latencies may be this generator's own; use several processes"
         yield from wrapped(f"the generator did not keep up: {behind}; {advice}", "yellow", "  ")
     for error, count in figures.errors.most_common(5):
-        yield from wrapped(f"{count:,} x {error}", "yellow", "  ")
+        times = f"{count:,} x, such as:" if count > 1 and DECIMAL.search(error) else f"{count:,} x"
+        yield from wrapped(f"{times} {error}", "yellow", "  ")
 
 
 def closing_lines(levels: Sequence[LevelFigures], check: AnswerCheck) -> Iterator[str]:
