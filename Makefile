@@ -23,6 +23,10 @@ PROTOS := $(wildcard protos/kvrelay/v1/*.proto)
 BUF := $(VENV)/buf/node_modules/.bin/buf
 BUF_PACKAGE := @bufbuild/buf@1.75.0
 
+ifneq ($(and $(PYTHON),$(wildcard $(READY))),)
+$(info PYTHON has no effect: $(VENV) is there; `make clean` removes it)
+endif
+
 .PHONY: help venv demo up test cover test-slow test-fast test-clients test-vllm test-gpu check buf format protos chaos soak fuzz prove bench clean
 
 help: ## show this list
@@ -130,13 +134,14 @@ $(READY): pyproject.toml $(KERNELS)
 		$(BIN)/python -m kvrelay.engine.attention.native.build || true; \
 		touch $@; exit 0; \
 	fi; \
-	for python in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11; do \
+	for python in $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11); do \
 		$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' \
 			2>/dev/null && break; python=; \
 	done; \
 	if [ -z "$$python" ]; then \
-		echo "kvrelay needs Python 3.11, 3.12, 3.13 or 3.14; python3 here is:" \
-			"$$(python3 --version 2>&1 || true). Install one, or say PYTHON=/path/to/python." >&2; \
+		echo "kvrelay needs Python 3.11, 3.12, 3.13 or 3.14; $(or $(PYTHON),python3) here is:" \
+			"$$($(or $(PYTHON),python3) --version 2>&1 || true)." \
+			"Install one, or say PYTHON=/path/to/python." >&2; \
 		exit 1; \
 	fi; \
 	if ! $$python -c 'import venv, ensurepip' 2>/dev/null; then \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from kvrelay.config.option import check_unset, option
@@ -161,6 +162,8 @@ class ClusterConfig(TracingOptions):
             self._check_devices()
         if self.engine != "vllm" and (self.vllm_python or self.vllm_option):
             raise Rejected("engine", "--vllm-python and --vllm-option need --engine vllm")
+        if self.engine == "vllm" and self.vllm_python is None and find_spec("vllm") is None:
+            raise Rejected("engine", "vllm is not installed here: give --vllm-python")
         last = (self.metrics_port or 0) + self.prefill + self.decode + 1
         if last > 65535:
             raise Rejected("metrics_port", f"the last process would have port {last}")

@@ -284,7 +284,6 @@ class Exchange:
         for one in (self._timer, self._commenting):
             if one is not None:
                 one.cancel()
-        self._open = False
         self._ended = True
 
     async def _start_events(self) -> None:

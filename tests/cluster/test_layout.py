@@ -239,6 +239,12 @@ def test_gpus_that_cannot_be_meant(given: dict[str, str], reason: str) -> None:
         ClusterConfig(**given)  # type: ignore[arg-type]
 
 
+def test_an_absent_vllm_is_told_before_anything_starts() -> None:
+    """The workers died of an import after store and router had started."""
+    with pytest.raises(Rejected, match="engine: vllm is not installed here: give --vllm-python"):
+        ClusterConfig(engine="vllm")
+
+
 ELSEWHERE = {"store": "kvrelay://elsewhere:1"}
 
 

@@ -298,7 +298,7 @@ def test_the_workers_of_a_cluster_share_the_cores(monkeypatch: pytest.MonkeyPatc
         replace(config, threads=1),
         replace(config, prefill=0, decode=1),
         replace(config, device=None, devices="0,1"),
-        replace(config, engine="vllm"),
+        replace(config, engine="vllm", vllm_python=sys.executable),
     ):
         assert not any(name in spec.environ for spec in Cluster(other).specs)
     monkeypatch.setenv(name, "/dev/shm/cores")

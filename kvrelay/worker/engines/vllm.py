@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -158,6 +159,8 @@ def _eos(config: VllmConfig) -> tuple[int, ...]:
 
 
 def _check(config: WorkerConfig) -> None:
+    if find_spec("vllm") is None:
+        raise Rejected("engine", "vllm is not installed here: start the worker with its Python")
     for name, (default, reason) in UNSERVED.items():
         if getattr(config, name) != default:
             raise Rejected(name, f"is not for --engine vllm: {reason}")

@@ -40,11 +40,11 @@ async def door(
 
 @asynccontextmanager
 async def bounded(
-    security: Security | None = None, **changes: object
+    security: Security | None = None, worker: FakeWorker | None = None, /, **changes: object
 ) -> AsyncIterator[tuple[Running, httpx2.AsyncClient, HttpServer]]:
     """A door with other limits."""
     limits = replace(HttpLimits(), **changes)  # type: ignore[arg-type]
-    async with running([decode_worker()], disaggregate="never") as router:
+    async with running([worker or decode_worker()], disaggregate="never") as router:
         app = make_app(
             router.service, Access(lambda: policy.INSECURE.credentials, 100), limits, bytes
         )

@@ -18,7 +18,7 @@ from kvrelay.cli.authority import CertificateAuthority
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.policy import Security
 from router.http.connections import BoundedProtocol, HttpLimits
-from tests.router.fakes import decode_worker
+from tests.router.fakes import Behaviour, decode_worker
 from tests.router.http.rig import SEED, bounded, door, expected, raw
 from tests.router.rig import PROMPT, until
 from tests.secured import write_files
@@ -304,3 +304,19 @@ async def test_an_unanswered_request_is_told_that_the_router_ends() -> None:
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"this router ends: ask another one" in answer
         writer.close()
+
+
+async def test_a_stream_is_told_that_the_router_ends() -> None:
+    """The event is its last one: its client can resume at another router."""
+    worker = decode_worker(behaviour=Behaviour(step=asyncio.Semaphore(1)))
+    async with bounded(None, worker) as (_, client, server):
+        body = {"prompt": PROMPT, "max_tokens": 5, "stream": True, "return_token_ids": True}
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.aiter_lines()
+            while not (await anext(lines)).startswith("data: "):
+                pass
+            await server.stop()
+            rest = [line async for line in lines if line.startswith("data: ")]
+        assert json.loads(rest[0].removeprefix("data: "))["error"]["type"] == "server_error"
+        assert "this router ends: ask another one" in rest[0]
+        assert rest[1:] == ["data: [DONE]"]
