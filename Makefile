@@ -23,7 +23,7 @@ PROTOS := $(wildcard protos/kvrelay/v1/*.proto)
 BUF := $(VENV)/buf/node_modules/.bin/buf
 BUF_PACKAGE := @bufbuild/buf@1.75.0
 
-ifneq ($(and $(PYTHON),$(wildcard $(READY))),)
+ifneq ($(and $(PYTHON),$(wildcard $(BIN)/python)),)
 $(info PYTHON has no effect: $(VENV) is there; `make clean` removes it)
 endif
 
@@ -134,7 +134,7 @@ $(READY): pyproject.toml $(KERNELS)
 		$(BIN)/python -m kvrelay.engine.attention.native.build || true; \
 		touch $@; exit 0; \
 	fi; \
-	for python in $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11); do \
+	for python in $(wildcard $(BIN)/python) $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11); do \
 		$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' \
 			2>/dev/null && break; python=; \
 	done; \

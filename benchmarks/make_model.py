@@ -60,10 +60,8 @@ class ShownProgress:
 def main(argv: Sequence[str]) -> int:
     config = load(MakeModelConfig, argv, "kvrelay make-model", DESCRIPTION)
     out = Path(config.out)
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise Rejected(
-            "out", f"{out} exists and is not an empty folder: name another one with --out"
-        )
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise Rejected("out", f"{out} exists and is not an empty folder: name another one")
     with sigint.sigint_exits():
         # It imports torch: not before the flags are read.
         from benchmarks.random_model import make_model

@@ -1,6 +1,7 @@
 """The ``RouterService`` of protos/kvrelay/v1/router.proto: a request's path through the router.
 
-A request passes quota, open requests, acceptance, queue and legs, once each and in this order.
+A request passes quota and open requests once, then each of its calls acceptance, queue and legs,
+in this order.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         ):
             sender = Sender(tenant, network_of_peer(context.peer()))
             call = InboundCall(sender, deadline, receive, span=span)
-            with self.held(tenant, record) as held:
+            with self.held(tenant) as held:
                 async with aclosing(self.serve(call, record, held)) as responses:
                     async for response in responses:
                         yield response
@@ -150,16 +151,13 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 record.write(ended)
 
     @contextmanager
-    def held(self, tenant: Tenant, record: RequestRecord) -> Iterator[HeldRequest]:
-        """Count a prompt as open inside, which takes one call or several in turn.
+    def held(self, tenant: Tenant, group: list[QuotaHold] | None = None) -> Iterator[HeldRequest]:
+        """Hold quota and a place for one prompt, over all calls that serve it.
 
-        Raises before its message is read if there is no place, or the tenant has used more tokens
-        than it may. ``record`` is that of the client's request.
+        ``Exhausted`` if there is no place or the tokens of this minute are used, ``Unavailable``
+        while the router drains; both before the message is read. ``group``: as in ``Quotas.hold``.
         """
-        with (
-            self.quotas.hold(tenant, record.holds) as quota,
-            self.gate.entered(tenant) as entry,
-        ):
+        with self.quotas.hold(tenant, group) as quota, self.gate.entered(tenant) as entry:
             quota.charge(0)
             yield HeldRequest(quota, entry)
 
@@ -173,7 +171,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         with call.span.child("generate") as span:
             call.deadline.check("to begin")
             samples = await self._accept(call, held.quota, span)
-            held.entry.widen(samples.places)
+            self.gate.widen(held.entry, samples.places)
             times = RequestTimes(self.latency, samples.request, resumed=samples.resumed)
             answer, goes_out = AnswerSpan(span), not samples.request.regenerates
             async with aclosing(self._hinted(samples)) as responses:
@@ -254,7 +252,6 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 request,
                 received_at=inbound.received_at,
                 regenerates=inbound.regenerates,
-                ended_tokens=inbound.ended_tokens,
                 tools=tools,
                 reasoning=start,
                 span=span,

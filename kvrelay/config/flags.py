@@ -47,9 +47,8 @@ def _unknown(word: str, known: Sequence[Option]) -> str:
     if not word.startswith("-"):
         return f"unexpected argument {word!r}"
     flags = [item.flag for item in known if not (item.rules.positional or item.rules.secret)]
-    names = [flag.lstrip("-") for flag in (*flags, "--config")]
-    close = difflib.get_close_matches(word.split("=")[0].lstrip("-"), names, 1)
-    return f"unknown flag {word}" + (f"; did you mean --{close[0]}?" if close else "")
+    close = difflib.get_close_matches(word.split("=")[0], [*flags, "--config"], 1)
+    return f"unknown flag {word}" + (f"; did you mean {close[0]}?" if close else "")
 
 
 def _parser(known: Sequence[Option], prog: str, description: str, epilog: str) -> _Parser:

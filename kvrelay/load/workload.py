@@ -54,13 +54,12 @@ def read_tenants(path: Path) -> tuple[LoadTenant, ...]:
     return tuple(found)
 
 
-def trace_file(path: Path) -> Path:
-    """``path``; raises ``Rejected`` if that file cannot be opened."""
+def check_trace(path: Path) -> None:
+    """Raises ``Rejected`` for a trace that cannot be opened."""
     try:
         path.open("rb").close()
     except OSError as error:
         raise Rejected("trace", f"cannot read {path}: {error.strerror}") from None
-    return path
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from kvrelay.process import logs
 from kvrelay.rpc.security.identity import Tenant
 from kvrelay.rpc.status import code_of
 from kvrelay.v1 import router_pb2
-from router.queue.quotas import QuotaHold
 
 Door: TypeAlias = Literal["grpc", "http"]
 
@@ -31,7 +30,6 @@ class RequestRecord:
     def __init__(self, tenant: Tenant, door: Door, peer: str) -> None:
         self.tenant = tenant
         self.failed: str | None = None
-        self.holds: list[QuotaHold] = []  # of its prompts
         self._door = door
         self._peer = peer
         self._since = time.monotonic()

@@ -49,9 +49,8 @@ class AcceptedRequest:
     ``prompt_hash`` is sent to the client, which sends it back to resume.
     ``received_at`` is a time of ``time.monotonic``. ``samples``: what the client has of each, if
     there are several; ``split`` makes a request of each, whose index is ``sample``. One that
-    ``regenerates`` makes again what its client has: nothing of it goes out; the call after it has
-    the ``ended_tokens`` of samples that had ended. One that ``resumes`` an earlier call has its
-    ``hit``, tokens of the prompt that were cached then, if it is known.
+    ``regenerates`` makes again what its client has: nothing of it goes out. One that ``resumes`` an
+    earlier call has its ``hit``, tokens of the prompt that were cached then, if it is known.
     """
 
     id: str
@@ -68,7 +67,6 @@ class AcceptedRequest:
     regenerates: bool = False
     hit: int | None = None
     resumes: bool = False
-    ended_tokens: int = 0
     sample: int = 0
     samples: tuple[ReceivedSample, ...] = ()
     retention: router_pb2.Retention.ValueType = router_pb2.RETENTION_UNSPECIFIED

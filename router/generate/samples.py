@@ -45,13 +45,10 @@ class Samples:
         outputs = sum(one.request.max_tokens for one in self._generations)
         return len(self.request.prompt) + outputs
 
-    def _computed_first(self) -> int:
-        """Tokens that the request has used before this call's own.
-
-        The call that regenerated them may have made more than the client has; these count once.
-        """
-        so_far = sum(one.so_far for one in self._generations)
-        return len(self.request.prompt) + so_far + self.request.ended_tokens
+    @property
+    def _given(self) -> int:
+        """Tokens of the prompt and the outputs so far."""
+        return len(self.request.prompt) + sum(one.so_far for one in self._generations)
 
     @property
     def resumed(self) -> bool:
@@ -84,7 +81,7 @@ class Samples:
             request.span.record("queue", now - slot.waited, now)
             await generation.replay()
             if leads:
-                self._hold.used = self._computed_first()  # a request refused earlier used nothing
+                self._hold.used = max(self._hold.used, self._given)  # if refused earlier: nothing
             elif prompt is not None:
                 await prompt.computed.wait()  # the leader's end, if it fails, cancels this task
             async for response in responses:

@@ -101,7 +101,7 @@ class Exchange:
         self.status = 0  # of the response, once it has begun
         self._has_events = False
         self._open = False  # a stream that may get more events
-        self._ended = False
+        self._ended = False  # nothing watches the client any more
         self._quiet = 0.0  # seconds after which a comment is sent
         self._timer: asyncio.TimerHandle | None = None
         self._commenting: asyncio.Task[None] | None = None
@@ -284,6 +284,7 @@ class Exchange:
         for one in (self._timer, self._commenting):
             if one is not None:
                 one.cancel()
+        self._open &= self._writing_since is None  # else the client reads nothing
         self._ended = True
 
     async def _start_events(self) -> None:
@@ -291,18 +292,16 @@ class Exchange:
         await self._start(200, _EVENTS)
 
     async def _start(self, status: int, headers: Headers) -> None:
-        self.status = status
         own = identifying(self.headers, self.request_id)
         message = {"type": "http.response.start", "status": status, "headers": [*own, *headers]}
         await self._write(message)
+        self.status = status
 
     async def _write(self, message: dict[str, object]) -> None:
         self._written_at = asyncio.get_running_loop().time()
         self._writing_since = self._written_at
-        try:
-            await self._send(message)
-        finally:
-            self._writing_since = None
+        await self._send(message)
+        self._writing_since = None
 
     async def _take_in(self, task: asyncio.Task[None]) -> None:
         """Receive the body, then wait for the client's end of the connection."""

@@ -45,6 +45,7 @@ from router.http.shapes import AnswerHead, ChatShape, CompletionShape
 from router.placement.placer import Placer
 from router.queue.gate import HeldRequest
 from router.queue.inbox import Inbound, Read, Sender, reading
+from router.queue.quotas import QuotaHold
 from router.workers.fleet import weights_of
 from router.workers.registry import Registry
 
@@ -67,7 +68,7 @@ class Backend(Protocol):
     ) -> AbstractContextManager[RequestRecord]: ...
 
     def held(
-        self, tenant: Tenant, record: RequestRecord
+        self, tenant: Tenant, group: list[QuotaHold]
     ) -> AbstractContextManager[HeldRequest]: ...
 
     def serve(self, call: InboundCall, record: RequestRecord, held: HeldRequest) -> Responses: ...
@@ -103,6 +104,7 @@ class HttpRequest:
         self._group = asyncio.TaskGroup()
         self._in_turn = asyncio.Lock()  # several prompts write to one stream
         self._calls = [self._call(self._read, exchange.sender(self._tenant))]
+        self._holds: list[QuotaHold] = []
         self._form: AnswerForm | None = None
         self._fills = False  # the length is not in the body
         self._body = b""  # its digest
@@ -204,10 +206,10 @@ class HttpRequest:
             )
 
     async def _serve_prompt(self, index: int) -> None:
-        call, record, serve = self._calls[index], self._record, self._backend.serve
-        resumed = HEADER in self._exchange.headers
+        call, record = self._calls[index], self._record
+        serve, resumed = self._backend.serve, HEADER in self._exchange.headers
         try:
-            with self._backend.held(self._tenant, record) as held:
+            with self._backend.held(self._tenant, self._holds) as held:
                 opened = self._continued(index, held) if resumed else serve(call, record, held)
                 async with aclosing(opened) as responses:
                     async for response in responses:
@@ -270,15 +272,13 @@ class HttpRequest:
                     raise Mismatch(HEADER, "the answer ends before this position")
                 return
         message, begin = self._messages[index], index * self._asked.samples
+        surplus = sum(map(len, outputs)) - sum(at.tokens for at in positions)
+        held.quota.used -= surplus  # made and counted again by the next call
         outputs = [tokens[: at.tokens] for tokens, at in zip(outputs, positions, strict=True)]
         set_outputs(message, outputs, positions)
         self._outputs.update(enumerate(outputs, begin))
-        inbound = Inbound(
-            message=message,
-            cache_salt=self._cache_salt,
-            ended_tokens=sum(len(one.token_ids) for one in message.samples if one.ended),
-            received_at=call.accepted.result().received_at,
-        )
+        received_at = call.accepted.result().received_at
+        inbound = Inbound(message=message, cache_salt=self._cache_salt, received_at=received_at)
         again = self._call(reading(inbound), replace(call.sender, nbytes=message.ByteSize()))
         async with aclosing(serve(again, self._record, held)) as responses:
             async for response in responses:

@@ -91,7 +91,7 @@ def parse_event_id(text: str, samples: int) -> Resumption:
     try:
         if len(text) > MAX_CHARS:
             raise ValueError("too long")
-        if text != summed(content):
+        if text != with_checksum(content):
             raise ValueError("damaged")
         raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
         seed, prompt_hash, created, max_tokens, size, body, weights = _LAYOUT.unpack_from(raw)
@@ -138,12 +138,12 @@ def _number(text: str) -> int:
 
 def event_id(positions: Sequence[SamplePosition], stream: str, told: bool = False) -> str:
     """The id of an event, after which the client has these positions, and the usage if ``told``."""
-    return summed(f"{'.'.join(map(str, positions))}{TOLD if told else ''}-{stream}")
+    return with_checksum(f"{'.'.join(map(str, positions))}{TOLD if told else ''}-{stream}")
 
 
-def summed(content: str) -> str:
-    """The id with this content; its checksum keeps a damaged one from fitting another stream."""
-    return f"{content}-{xxhash.xxh3_64_hexdigest(content.encode('utf-8', 'replace'))[:8]}"
+def with_checksum(content: str) -> str:
+    """The id with this content: damage must not lead into another stream."""
+    return f"{content}-{xxhash.xxh3_64_hexdigest(content.encode())[:8]}"
 
 
 def digest(content: bytes) -> bytes:

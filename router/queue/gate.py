@@ -49,15 +49,8 @@ class Slot:
 class GateEntry:
     """A request in the gate; it counts as ``places`` of them."""
 
-    gate: QueueGate
     tenant: Tenant
     places: int = 0
-
-    def widen(self, places: int) -> None:
-        """Count as so many from now on. Raises as ``QueueGate.entered`` does."""
-        while self.places < places:
-            self.gate.enter(self.tenant)
-            self.places += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,23 +98,25 @@ class QueueGate:
         ``Unavailable`` while the router drains. If too many are open, a waiting request of a tenant
         with more of them is evicted for it; ``Exhausted`` if there is none.
         """
-        entry = GateEntry(self, tenant)
+        entry = GateEntry(tenant)
         try:
-            entry.widen(1)
+            self.widen(entry, 1)
             yield entry
         finally:
             self._open -= entry.places
             if not self._open:
                 self._idle.set()
 
-    def enter(self, tenant: Tenant) -> None:
-        """For ``GateEntry`` alone."""
-        if self._draining:
-            raise Unavailable("this router is draining: ask another one")
-        if self._open >= self._max_open:
-            self._make_room(tenant)
-        self._open += 1
-        self._idle.clear()
+    def widen(self, entry: GateEntry, places: int) -> None:
+        """Count as so many requests from now on. Raises as ``entered`` does."""
+        while entry.places < places:
+            if self._draining:
+                raise Unavailable("this router is draining: ask another one")
+            if self._open >= self._max_open:
+                self._make_room(entry.tenant)
+            self._open += 1
+            self._idle.clear()
+            entry.places += 1
 
     @property
     def draining(self) -> bool:

@@ -29,15 +29,13 @@ class Inbound:
 
     ``fills``: ``max_tokens`` becomes as many as the largest worker holds. ``cache_salt``: only
     requests of the tenant with the same one share cached blocks. ``regenerates``: the client has
-    what is asked for up to a place. ``ended_tokens`` were regenerated of its samples that have
-    ended. ``received_at``: when its request was, by ``time.monotonic``.
+    what is asked for up to a place. ``received_at``: when its request was, by ``time.monotonic``.
     """
 
     message: router_pb2.GenerateRequest
     fills: bool = False
     cache_salt: str = ""
     regenerates: bool = False
-    ended_tokens: int = 0
     received_at: float = field(default_factory=time.monotonic)
 
 

@@ -76,12 +76,13 @@ class QuotaHold:
         self.used = max(self.used, -(tokens // -RETRIED))
 
     def charge(self, tokens: int) -> None:
-        """For all that it can need; ``Exhausted`` says when there is enough again.
+        """Charge all tokens that the prompt can need.
 
-        ``Rejected`` if its group needs more than there can ever be.
+        ``Exhausted`` has the time until there are enough; ``Rejected`` if its group needs more than
+        a minute's tokens.
         """
-        beside = sum(hold.charged for hold in self.group if hold is not self)
-        self.quotas.charge(self.tenant, tokens, beside)
+        others = sum(hold.charged for hold in self.group if hold is not self)
+        self.quotas.charge(self.tenant, tokens, others)
         self.charged += tokens
         self.held += tokens
 
@@ -103,7 +104,7 @@ class Quotas:
     def hold(self, tenant: Tenant, group: list[QuotaHold] | None = None) -> Iterator[QuotaHold]:
         """Count a request inside; ``Exhausted`` if the tenant has as many as it may.
 
-        ``group`` has the open holds of the prompts that came with it.
+        ``group``: open holds of the same request's prompts; this one is added inside.
         """
         account = self._accounts.setdefault(tenant.name, _Account(at=self._clock()))
         if tenant.max_requests is not None and account.places >= tenant.max_requests:
@@ -112,7 +113,7 @@ class Quotas:
                 f"tenant {tenant.name!r} has {account.places} requests open, its limit",
                 RETRY_SECONDS,
             )
-        hold = QuotaHold(tenant, self) if group is None else QuotaHold(tenant, self, group)
+        hold = QuotaHold(tenant, self, [] if group is None else group)
         hold.group.append(hold)
         account.open.append(hold)
         account.places += 1
@@ -149,12 +150,12 @@ class Quotas:
         account.places += places - hold.places
         hold.places = places
 
-    def charge(self, tenant: Tenant, tokens: int, beside: int) -> None:
-        """For ``QuotaHold`` alone. ``beside``: what the rest of its group was charged."""
+    def charge(self, tenant: Tenant, tokens: int, others: int) -> None:
+        """For ``QuotaHold`` alone. ``others``: what the rest of its group was charged."""
         allowed = tenant.tokens_per_minute
         if allowed is None:
             return
-        if (needed := beside + tokens) > allowed:
+        if (needed := others + tokens) > allowed:
             raise Rejected(
                 "max_tokens",
                 f"prompt and output may need {needed} tokens, and tenant {tenant.name!r} may"

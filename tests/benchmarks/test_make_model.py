@@ -43,8 +43,7 @@ def test_a_folder_with_files_is_not_written_over(
     for out in (tmp_path, kept):
         assert main(["make-model", "--shape", "llama-tiny", "--out", str(out)]) == 2
         assert capsys.readouterr().err == (
-            f"kvrelay make-model: out: {out} exists and is not an empty folder:"
-            " name another one with --out\n"
+            f"kvrelay make-model: out: {out} exists and is not an empty folder: name another one\n"
         )
     assert kept.read_text() == "mine"
     empty = tmp_path / "empty"

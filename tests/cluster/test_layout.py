@@ -239,8 +239,9 @@ def test_gpus_that_cannot_be_meant(given: dict[str, str], reason: str) -> None:
         ClusterConfig(**given)  # type: ignore[arg-type]
 
 
-def test_an_absent_vllm_is_told_before_anything_starts() -> None:
+def test_an_absent_vllm_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The workers died of an import after store and router had started."""
+    monkeypatch.setattr("kvrelay.cluster.config.find_spec", lambda name: None)
     with pytest.raises(Rejected, match="engine: vllm is not installed here: give --vllm-python"):
         ClusterConfig(engine="vllm")
 

@@ -84,7 +84,6 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
         (["--dtype", "int3"], "dtype: 'int3' (from --dtype): choose one of auto, float32"),
         (["--ids", "1,,2"], "ids: '' (from --ids): expected a whole number"),
         (["--prot", "1"], "unknown flag --prot; did you mean --port?"),
-        (["--wombat"], "unknown flag --wombat"),
         (["--port"], "argument --port: expected one argument"),
         (["more"], "unexpected argument 'more'"),
         (["--config", "/no/such"], "config: cannot read /no/such: No such file"),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from router.http.resume import summed
+from router.http.resume import with_checksum
 from tests.fuzz.mutate import FLOATS, TEXTS, WHOLE, Mutator
 from tests.fuzz.ports import CALL_SECONDS, CONNECT_SECONDS, connect
 from tests.fuzz.wire import http1, noise
@@ -73,7 +73,7 @@ SEEDS: Sequence[tuple[str, dict[str, object]]] = (
 PAGES = ("/health", "/ready", "/metrics", "/v1/models", "/v1/models/llama", "/nothing")
 METHODS = ("GET", "PUT", "DELETE", "OPTIONS", "HEAD", "BREW")
 _CONTENTS = ("", "0", "1e.2-AA", "9" * 5000, "3-" + "A" * 64, "..", "1.2.3-CwAAAAAAAAA")
-IDS = (*_CONTENTS, *map(summed, _CONTENTS))
+IDS = (*_CONTENTS, *map(with_checksum, _CONTENTS))
 UNKNOWN = (
     "x",
     "output_token_ids",

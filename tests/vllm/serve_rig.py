@@ -31,7 +31,6 @@ FLAGS = (
 OURS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
-    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/vllm/site")]),
 }
 
 
@@ -45,10 +44,18 @@ class HttpAnswer:
 
 
 class VllmServer:
-    """The processes of one ``vllm serve``; with a ``transfer`` configuration, our connector."""
+    """The processes of one ``vllm serve``; with a ``transfer`` configuration, our connector.
+
+    They import from the folders in ``path`` first.
+    """
 
     def __init__(
-        self, model: Path, log: Path, transfer: Mapping[str, object] | None = None, *flags: str
+        self,
+        model: Path,
+        log: Path,
+        transfer: Mapping[str, object] | None = None,
+        *flags: str,
+        path: Sequence[Path] = (ROOT,),
     ) -> None:
         self._port = free_ports(1)[0]
         self._log = log
@@ -59,7 +66,7 @@ class VllmServer:
             self.process = subprocess.Popen(
                 [WorkerEnvironment().python, "-c", COMMAND, *words],
                 cwd=ROOT,
-                env={**os.environ, **ENVIRON, **OURS},
+                env={**os.environ, **ENVIRON, **OURS, "PYTHONPATH": ":".join(map(str, path))},
                 stdout=file,
                 stderr=file,
                 start_new_session=True,

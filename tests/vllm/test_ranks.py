@@ -17,6 +17,7 @@ from kvrelay.engine.vllm.kv.namespace import LAYOUT
 from kvrelay.engine.vllm.kv.shards import HeadShards
 from tests.cluster.processes import alive, until
 from tests.vllm.conftest import NAMESPACE
+from tests.vllm.environment import ROOT
 from tests.vllm.rig import BLOCK, StoreProcess, prompt, with_store
 from tests.vllm.serve_rig import VllmServer
 
@@ -42,7 +43,8 @@ def ranks(
 ) -> Iterator[VllmServer]:
     transfer = with_store(store.url, {"namespace": NAMESPACE})
     log = tmp_path_factory.mktemp("ranks") / "log"
-    server = VllmServer(tiny, log, transfer, "--tensor-parallel-size", str(RANKS))
+    ranks, path = ("--tensor-parallel-size", str(RANKS)), (ROOT, ROOT / "tests/vllm/site")
+    server = VllmServer(tiny, log, transfer, *ranks, path=path)  # see sitecustomize.py there
     yield server
     server.close()
 

@@ -28,7 +28,7 @@ from kvrelay.load.http_door import DoorOptions, HttpDoor
 from kvrelay.load.openai_server import Json
 from kvrelay.load.request import LoadDoor
 from kvrelay.load.run import LoadPlan, LoadRun
-from kvrelay.load.workload import Workload, read_tenants, trace_file
+from kvrelay.load.workload import Workload, check_trace, read_tenants
 from kvrelay.process.sigint import INTERRUPTED_STATUS
 from kvrelay.rpc.security.tls import https_client
 from kvrelay.version import VERSION
@@ -225,7 +225,7 @@ class LoadConfig(RouterOptions):
             slow=self.slow,
             slow_rate=self.slow_rate,
             tenants=read_tenants(Path(self.tenants)) if self.tenants else (),
-            trace=trace_file(Path(self.trace)) if self.trace else None,
+            trace=Path(self.trace) if self.trace else None,
             trace_block=self.trace_block,
         )
 
@@ -270,6 +270,8 @@ def main(argv: Sequence[str]) -> int:
         "options": given(config),
     }
     claim(config.json, config.html, config.csv)
+    if config.trace:
+        check_trace(Path(config.trace))
     with ExitStack() as files:
         if config.csv is not None:
             screen.rows = csv.writer(files.enter_context(open(config.csv, "w", newline="")))

@@ -267,7 +267,7 @@ class Rank:
         space = shards.namespace(SPACE, shard)
         copies = HostCopies(self.pages)
         connector = StoreConnector(store, Namer(space), space, self.pages, copies=copies)
-        self.side = WorkerSide(connector, self.pages, shard, 0.005)
+        self.side = WorkerSide(connector, self.pages, shard, patience=0.005)
 
     def compute(self, tokens: Sequence[int], table: Sequence[FakeBlock], at: int) -> None:
         """Check the KV before position ``at``, and write that of ``at``."""

@@ -17,6 +17,7 @@ from kvrelay.errors import Unavailable
 from kvrelay.usage import Miss
 from kvstore import Store
 from kvstore.client.memory import MemoryStore
+from tests.cluster.processes import until
 from tests.connector.rig import Stage
 from tests.engine.vllm.rig import B, FakeRequest, FakeVllm
 from tests.kvstore.rig import TIMEOUT
@@ -193,6 +194,32 @@ def test_what_is_saved_holds_a_reference(engine: Make, stage: Stage) -> None:
     stage.go.set()
     one.run(request)
     assert not [block for block in one.manager.block_pool.blocks if block.ref_cnt]
+
+
+def test_idle_steps_wait_for_a_save(engine: Make, stage: Stage) -> None:
+    """They spun, and held up the thread that saves."""
+    one = engine()
+    (rank,) = one.ranks
+    rank.side._patience = 10.0
+    request = one.add(PROMPT)
+    stage.failing = lambda: threading.current_thread().name.startswith("store-save") and not idle()
+    waits: list[bool] = []
+    news = rank.side._news
+    usual = news.wait
+
+    def wait(timeout: float | None = None) -> bool:
+        waits.append(True)
+        return usual(timeout)
+
+    def idle() -> bool:
+        """Hold the save until a step waits for it."""
+        until(lambda: bool(waits), "an idle step waits")
+        return True
+
+    news.wait = wait  # type: ignore[method-assign]
+    served(one, request)
+    assert waits
+    assert one.accounts[request.request_id].saved == 24
 
 
 def test_aborted_in_the_middle_of_a_load(engine: Make, stage: Stage) -> None:

@@ -16,7 +16,7 @@ from kvrelay.rpc.security.policy import Security
 from router.http.access import Access
 from router.http.app import make_app
 from router.http.connections import HttpLimits
-from router.http.resume import summed
+from router.http.resume import with_checksum
 from router.http.server import HttpServer
 from tests.router.fakes import FakeWorker, Running, answer, decode_worker, running, text_of
 from tests.router.rig import PROMPT
@@ -96,7 +96,7 @@ async def events(
 def moved(event_id: str, positions: str) -> str:
     """The id of another position in the same stream."""
     _, _, token = event_id.rpartition("-")[0].partition("-")
-    return summed(f"{positions}-{token}")
+    return with_checksum(f"{positions}-{token}")
 
 
 async def follow(

@@ -13,11 +13,14 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from starlette.types import Message
 
 from kvrelay.cli.authority import CertificateAuthority
+from kvrelay.errors import Unavailable
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.policy import Security
 from router.http.connections import BoundedProtocol, HttpLimits
+from router.http.exchange import Exchange
 from tests.router.fakes import Behaviour, decode_worker
 from tests.router.http.rig import SEED, bounded, door, expected, raw
 from tests.router.rig import PROMPT, until
@@ -304,6 +307,38 @@ async def test_an_unanswered_request_is_told_that_the_router_ends() -> None:
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"this router ends: ask another one" in answer
         writer.close()
+
+
+async def test_a_stream_that_nobody_reads_gets_no_error_event() -> None:
+    """It would wait for its reader for ever: nothing watches a stream whose router ends."""
+    sent: list[Message] = []
+    stuck = asyncio.Event()
+    messages = iter([{"type": "http.request", "body": b"", "more_body": False}])
+
+    async def receive() -> Message:
+        for message in messages:
+            return message
+        return await asyncio.Future()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+        if message["type"] == "http.response.body":
+            stuck.set()
+            await asyncio.Future()
+
+    exchange = Exchange({"method": "POST", "headers": []}, receive, send, HttpLimits())
+
+    async def serve() -> None:
+        async with exchange.attended():
+            await exchange.write("data: 1\n\n")
+
+    serving = asyncio.create_task(serve())
+    await asyncio.wait_for(stuck.wait(), 20)
+    serving.cancel()
+    await asyncio.wait((serving,))
+    async with asyncio.timeout(20):
+        await exchange.fail(Unavailable("this router ends: ask another one"))
+    assert len(sent) == 2
 
 
 async def test_a_stream_is_told_that_the_router_ends() -> None:

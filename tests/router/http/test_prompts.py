@@ -192,6 +192,12 @@ async def test_the_quota_is_charged_for_every_prompt(tmp_path: Path) -> None:
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 10
         assert router.service.queue_status().running == 0
+        account = router.service.quotas._accounts["alice"]
+        account.spent = len(PROMPTS[0]) + 6  # one prompt finds no more tokens, others do
+        late = await client.post(PAGE, json={**body, "stream": True})
+        assert late.status_code == 429
+        assert router.service.queue_status().running == 0
+        assert not account.open
     async with limited(tmp_path, f"tokens-per-minute = {needed - 1}") as (router, client):
         never = await client.post(PAGE, json={**body, "stream": True})
         assert never.status_code == 400  # all or nothing: no prompt is answered alone

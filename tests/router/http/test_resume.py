@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from kvrelay.rpc.deadline import Deadline
-from router.http.resume import event_id, parse_event_id, summed
+from router.http.resume import event_id, parse_event_id, with_checksum
 from router.queue.inbox import Inbox, Read, Sender
 from tests.router.fakes import Behaviour, answer, decode_worker, namespace, prefill_worker
 from tests.router.http.rig import SEED, Event, door, events, moved
@@ -327,7 +327,7 @@ async def test_an_id_whose_request_no_client_could_name_is_refused(name: str) ->
         made = await client.post(
             "/v1/completions",
             json=body,
-            headers={"last-event-id": summed(f"{positions}-{forged.rstrip('=')}")},
+            headers={"last-event-id": with_checksum(f"{positions}-{forged.rstrip('=')}")},
         )
         assert made.status_code == 400
         assert "is no id of an event" in made.json()["error"]["message"]

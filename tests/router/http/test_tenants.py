@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -14,6 +14,11 @@ from kvrelay import AsyncClient
 from kvrelay.errors import Exhausted
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.options import SecurityOptions
+from kvrelay.v1 import router_pb2
+from router.generate.record import RequestRecord
+from router.generate.request import InboundCall
+from router.queue.gate import HeldRequest
+from router.service import RouterService
 from tests.router.fakes import Behaviour, Running, decode_worker
 from tests.router.http.rig import SEED, door, events, expected
 from tests.router.rig import PROMPT
@@ -101,6 +106,31 @@ async def test_a_resumed_stream_needs_no_more_of_a_quota_than_a_whole_one(
             assert not accounts["alice"].open
         refused = await http.post(page, json=body)
         assert refused.status_code == 429
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+async def test_a_resumed_stream_keeps_its_places_between_its_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, samples: int
+) -> None:
+    """Another request took them, and the resumed one was refused after its work was done."""
+    seen: list[tuple[int, int]] = []
+    usual = RouterService.serve
+
+    def serve(
+        service: RouterService, call: InboundCall, record: RequestRecord, held: HeldRequest
+    ) -> AsyncGenerator[router_pb2.GenerateResponse]:
+        seen.append((service.quotas.requests(call.tenant), service.gate._open))
+        return usual(service, call, record, held)
+
+    monkeypatch.setattr(RouterService, "serve", serve)
+    body = {**BODY, "n": samples, "stream": True}
+    async with tenants(tmp_path, f"max-requests = {samples}") as (router, http):
+        http.headers.update(bearer(ALICE))
+        whole = await events(http, body)
+        seen.clear()
+        await events(http, body, last=whole[3][0])
+        assert seen == [(1, 1), (samples, samples)]
+        assert router.service.gate._open == 0
 
 
 async def test_tokens_of_a_minute_are_counted_over_both_doors(tmp_path: Path) -> None:

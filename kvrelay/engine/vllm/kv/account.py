@@ -103,7 +103,7 @@ class Track:
     save_tail: bool
     length: int = 0
     local: int = 0  # of the last lookup
-    short: int = 0  # the shard that had the fewest tokens then
+    shortest_shard: int = 0  # that had the fewest tokens then
     admission: Admission | None = None
     loading: bool = False
     ordered_at: float = 0.0

@@ -162,8 +162,8 @@ class SchedulerSide:
         known = [one for one in found if one is not None]
         if len(known) < len(found):
             return None
-        track.short = known.index(min(known))
-        return known[track.short]
+        track.shortest_shard = known.index(min(known))
+        return known[track.shortest_shard]
 
     def allocate(self, request: VllmRequest, blocks: Sequence[int], external: int) -> None:
         """vLLM gave a request its blocks, to load ``external`` tokens or to compute at once."""
@@ -199,7 +199,7 @@ class SchedulerSide:
         )
 
     def _why(self, track: Track) -> Miss | None:
-        return self._shards[track.short].store.why(track.id) if self._shards else None
+        return self._shards[track.shortest_shard].store.why(track.id) if self._shards else None
 
     def finish(self, request: VllmRequest) -> RequestAccount:
         """A request has finished or was aborted; vLLM frees its blocks after this call."""

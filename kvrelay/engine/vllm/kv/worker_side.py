@@ -26,6 +26,7 @@ class WorkerSide:
         self._shard = shard
         self._patience = patience
         self._loading: dict[tuple[str, int], LoadOrder] = {}
+        self._open_saves = 0
         self._invalid: set[int] = set()
         self._reports = RankReports()
         self._news = threading.Event()
@@ -51,13 +52,17 @@ class WorkerSide:
             self._pages.computed()
         for order in orders.saves:
             contents = order.contents[self._shard]
+            self._open_saves += 1
             self._store.save(
                 Save(order.request_id, order.epoch, order.serial, contents, order.space)
             )
 
     def take_loaded(self, idle: bool) -> set[str]:
-        """The requests whose loads have ended; waits a moment if vLLM has nothing else to do."""
-        if idle and self._loading:
+        """The requests whose loads have ended; waits a moment if vLLM has nothing else to do.
+
+        Idle steps that did not wait would spin, and hold up the threads that save.
+        """
+        if idle and (self._loading or self._open_saves):
             self._news.wait(self._patience)
         self._news.clear()
         done: set[str] = set()
@@ -65,6 +70,7 @@ class WorkerSide:
             if not isinstance(event, Loaded):
                 key = (event.request_id, event.epoch, event.serial)
                 self._reports.add(RankReports(saves={key: SaveReport(event.stored)}))
+                self._open_saves -= 1
                 continue
             order = self._loading.pop((event.request_id, event.epoch))
             valid = min(max(event.valid, 0), order.external)
