@@ -226,6 +226,8 @@ class Exchange:
     async def fail(self, error: KvrelayError) -> None:
         """Send the error: as the response, or as an event of a stream that has begun."""
         await self._silence()
+        if self._ended and self._writing_since is not None:
+            return  # it reads nothing, and nothing watches it any more
         if not self.status:
             await self.reply(body_of(error), status_of(error), headers_of(error))
         elif self._open:
@@ -284,7 +286,6 @@ class Exchange:
         for one in (self._timer, self._commenting):
             if one is not None:
                 one.cancel()
-        self._open &= self._writing_since is None  # else the client reads nothing
         self._ended = True
 
     async def _start_events(self) -> None:
