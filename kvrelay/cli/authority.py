@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -34,12 +35,16 @@ class IssuedCertificate:
 class CertificateAuthority:
     """Signs certificates that are valid for both ends of a connection."""
 
-    def __init__(self, name: str = "kvrelay development CA", days: float = 365) -> None:
-        self._name = name
+    def __init__(self, days: float = 365) -> None:
+        """Its name is its own: a verifier that trusts two authorities finds the issuer by name."""
+        self._name = f"kvrelay development CA {secrets.token_hex(4)}"
         self._key = ec.generate_private_key(ec.SECP256R1())
+        public = self._key.public_key()
+        self._issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(public)
         self._cert = (
-            _builder(name, name, self._key, days)
+            _builder(self._name, self._name, self._key, days)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
             .add_extension(_usage(signs=True), critical=True)
             .sign(self._key, hashes.SHA256())
         )
@@ -61,6 +66,8 @@ class CertificateAuthority:
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(signs=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage(both), critical=False)
+            .add_extension(self._issuer, critical=False)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
             .sign(self._key, hashes.SHA256())
         )
         return _issued(cert, key)

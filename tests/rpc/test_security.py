@@ -151,9 +151,7 @@ async def test_who_does_not_get_through_the_handshake(
     client = {
         "plain": lambda: INSECURE,
         "no certificate": lambda: policy.load(SecurityOptions(tls_ca=ours.ca)),
-        "wrong authority": lambda: _of_another(
-            party("stranger", CertificateAuthority("another")), ours.ca
-        ),
+        "wrong authority": lambda: _of_another(party("stranger", CertificateAuthority()), ours.ca),
         "expired": lambda: _unchecked(party("expired", days=-1)),
     }[case]()
     async with serving(policy.load(ours.options())) as address:
@@ -177,7 +175,7 @@ async def test_a_server_that_a_client_does_not_trust(
     case: str, party: Callable[..., Files], authority: CertificateAuthority
 ) -> None:
     client = policy.load(replace(party("client").options(), tls_mutual=False))
-    by = CertificateAuthority("another") if case == "another authority" else authority
+    by = CertificateAuthority() if case == "another authority" else authority
     hosts = ("example.org",) if case == "another name" else LOCAL_NAMES
     files = party("server", by, -1 if case == "expired" else 1, hosts)
     unchecked = _unchecked(files).tls

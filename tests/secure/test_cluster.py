@@ -62,7 +62,7 @@ def expired(secured: Secured) -> Security:
 
 @pytest.mark.parametrize("case", ["plain", "no certificate", "wrong authority", "expired"])
 def test_every_door_wants_a_certificate(secured: Secured, case: str) -> None:
-    other = secured.party("other", CertificateAuthority("other"))
+    other = secured.party("other", CertificateAuthority())
     made: dict[str, Callable[[], Security]] = {
         "plain": lambda: policy.load(SecurityOptions(token=SERVICE)),
         "no certificate": lambda: policy.load(

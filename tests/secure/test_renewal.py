@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from kvrelay.cli.authority import CertificateAuthority
 from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.supervisor import Cluster
 from kvrelay.errors import KvrelayError
+from kvrelay.rpc.channel import ChannelOptions
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.options import SecurityOptions
 from tests.models import tiny_model
@@ -65,18 +66,21 @@ def running(tmp_path: Path) -> Iterator[Secured]:
 
 
 class Load:
-    """Answers for the tenant bob, one after the other, until ``stop``; a token is compared."""
+    """Answers for the tenant bob, one after the other, until ``stop``; a token is compared.
+
+    ``options``: of the next connection.
+    """
 
     def __init__(self, running: Secured, expected: list[list[int]]) -> None:
         self._running = running
-        self._options = running.options(BOB)
+        self.options = running.options(BOB)
         self._expected = expected
         self._stopped = threading.Event()
         self.answers = 0
 
     def run(self, thread: int) -> None:
         while not self._stopped.is_set():
-            answer = self._running.complete_as(self._options, PROMPTS[thread], TOKENS)
+            answer = self._running.complete_as(self.options, PROMPTS[thread], TOKENS)
             check(answer, self._expected[thread])
             self.answers += 1
 
@@ -124,27 +128,67 @@ def rotate(running: Secured, load: Load, answers: list[Future[None]]) -> None:
     ):
         services(running, tokens)
         wait_read(running, step)
-        before, end = load.answers, time.monotonic() + SECONDS
-        while load.answers < before + 2 * len(PROMPTS):
-            assert time.monotonic() < end
-            for each in answers:
-                if each.done():
-                    each.result()  # raises what ended it
-            time.sleep(0.05)
+        wait_answers(load, answers)
 
 
-@pytest.mark.slow
-def test_streams_go_on_while_everything_is_exchanged(running: Secured) -> None:
+def wait_answers(load: Load, answers: list[Future[None]]) -> None:
+    """Until each thread has begun and ended an answer."""
+    before, end = load.answers, time.monotonic() + SECONDS
+    while load.answers < before + 2 * len(PROMPTS):
+        assert time.monotonic() < end
+        for each in answers:
+            if each.done():
+                each.result()  # raises what ended it
+        time.sleep(0.05)
+
+
+def exchange_authority(running: Secured, load: Load, answers: list[Future[None]]) -> None:
+    """The steps that docs/security.md lists."""
+    files, other = running.files, CertificateAuthority()
+    both = running.authority.own.cert + other.own.cert
+    Path(files.ca).write_bytes(both)
+    wait_read(running, 1)
+    client = write_files(running.folder, "client", other)
+    Path(client.ca).write_bytes(both)
+    load.options = ChannelOptions(security=policy.load(client.options(token=BOB)))
+    wait_answers(load, answers)
+    issued = other.issue("cluster")
+    Path(files.cert).write_bytes(issued.cert)
+    Path(files.key).write_bytes(issued.key)
+    wait_read(running, 2)
+    wait_answers(load, answers)
+    Path(files.ca).write_bytes(other.own.cert)
+    wait_read(running, 3)
+    wait_answers(load, answers)
+
+
+def under_load(
+    running: Secured, change: Callable[[Secured, Load, list[Future[None]]], None]
+) -> None:
+    """Every answer during a change is the one before it."""
     expected = [list(running.complete(BOB, prompt, TOKENS).token_ids) for prompt in PROMPTS]
     load = Load(running, expected)
     with ThreadPoolExecutor() as pool:
         answers = [pool.submit(load.run, thread) for thread in range(len(PROMPTS))]
         try:
-            rotate(running, load, answers)
+            change(running, load, answers)
         finally:
             load.stop()
         for each in answers:
             each.result()
+
+
+@pytest.mark.slow
+def test_streams_go_on_while_the_authority_is_exchanged(running: Secured) -> None:
+    before = running.options(BOB)
+    under_load(running, exchange_authority)
+    with pytest.raises(KvrelayError, match="certificate"):
+        running.complete_as(before, PROMPTS[0])
+
+
+@pytest.mark.slow
+def test_streams_go_on_while_everything_is_exchanged(running: Secured) -> None:
+    under_load(running, rotate)
     with pytest.raises(KvrelayError, match="no token that this server knows"):
         running.complete(ALICE, PROMPTS[0])
     assert len(running.complete(NEW_ALICE, PROMPTS[0]).token_ids) == 8
