@@ -141,7 +141,7 @@ class Exam:
         async with asyncio.timeout(self.plan.timeout):
             async with aclosing(self._door.ask(request, self.plan.timeout)) as pieces:
                 async for piece in pieces:
-                    if piece.choice >= count:
+                    if not 0 <= piece.choice < count:
                         raise Unanswered(f"{probe.name}: choice {piece.choice} of {count}")
                     account = piece.account or account
                     answers[piece.choice].take(replace(piece, account=None))
@@ -237,8 +237,13 @@ class Crowd:
             for number in range(exam.plan.neighbours)
         ]
         first = asyncio.create_task(self._first.wait())
-        await asyncio.wait((first, *self._tasks), return_when=asyncio.FIRST_COMPLETED)
-        first.cancel()
+        try:
+            await asyncio.wait((first, *self._tasks), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            await self.__aexit__(asyncio.CancelledError)
+            raise
+        finally:
+            first.cancel()
         return self
 
     async def __aexit__(self, *raised: object) -> None:

@@ -121,10 +121,15 @@ class FakeLM:
         sampled = float(body.get("temperature") or 0) > 0
         key: list[object] = [context]
         if sampled:
-            key += [int(body.get("seed") or 0) + choice, len(context)]
+            seed = int(body.get("seed") or 0) if self.has("other seeds") else 1
+            key += [seed + choice, len(context)]
         if sampled and self.manners.defect == "seed":
             key.append(random.random())
         if self.manners.defect == "resume":
+            key.append(prompt)
+        if self.manners.defect == "some resumes" and sampled and prompt % 3 == 0:
+            key.append(prompt)
+        if sampled and not self.has("draws that go on"):
             key.append(prompt)
         return zlib.crc32(json.dumps(key).encode()) % VOCABULARY
 

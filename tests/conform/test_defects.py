@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from benchmarks.stub_server import GOOD, StubManners, stub
 from kvrelay.cli.dispatch import main
+from kvrelay.conform.abilities import Abilities
 from kvrelay.conform.checks import NAMES
+from kvrelay.conform.exam import ConformPlan, Crowd, Exam
+from kvrelay.load.draws import LengthDraw
+from kvrelay.load.http_door import HttpDoor
+from kvrelay.load.request import AnswerPiece, LoadRequest
 from tests.conform.fake import FakeManners, fake
 
 SEED = 5
@@ -100,6 +107,7 @@ DEFECTS = {
     "recomputed": ({"evicted"}, ANYWHERE - {"repeat", "cached", "usage", "seeds"}),
     "abort": ({"abort"}, ANYWHERE - {"repeat", "cold", "prefix", *CROWDED, "cached", "usage"}),
     "resume": ({"resume"}, {"resume"}),
+    "some resumes": ({"resume"}, {"resume"}),
     "samples": ({"samples"}, {"samples"}),
     "seed": ({"repeat", "cold", *CROWDED, "abort", "samples", "evicted"}, ANYWHERE),
     "salts": ({"salts", "cached"}, {"salts", "cached"}),
@@ -251,6 +259,48 @@ def test_a_server_without_seeds_is_examined_greedily(conform: ConformCommand) ->
         found = conform(url, "--check", "repeat", "--check", "usage")
     assert found.outcomes("repeat") == {"greedy": "exact", "sampled": "not supported"}
     assert found.status == 0
+
+
+def test_draws_that_begin_anew_are_no_difference(conform: ConformCommand) -> None:
+    with fake(FakeManners(lacks=frozenset({"draws that go on"}))) as url:
+        found = conform(url, "--check", "resume")
+    assert found.outcomes("resume") == {"greedy": "exact", "sampled": "not supported"}
+    assert found.status == 0
+    assert "draws begin anew" in found.said
+
+
+def test_seeds_that_are_ignored_are_said(conform: ConformCommand) -> None:
+    """Although each sampled answer is another one than the greedy answer."""
+    with fake(FakeManners(lacks=frozenset({"other seeds"}))) as url:
+        found = conform(url, "--check", "seeds", "--check", "repeat")
+    assert found.outcomes("seeds")["sampled"] == "not supported"
+    assert "seeds are ignored" in found.said
+
+
+def test_a_crowd_that_is_interrupted_leaves_no_task() -> None:
+    async def run() -> None:
+        asked = asyncio.Event()
+
+        class Silent:
+            async def ask(
+                self,
+                request: LoadRequest,
+                timeout: float,  # noqa: ASYNC109 - as the real one has it
+            ) -> AsyncGenerator[AnswerPiece, None]:
+                asked.set()
+                await asyncio.Event().wait()
+                yield AnswerPiece(0.0)
+
+        plan = ConformPlan(prompt=LengthDraw("fixed", (8,)))
+        exam = Exam(cast(HttpDoor, Silent()), Abilities(), plan)
+        crowd = asyncio.create_task(Crowd(exam, plan.prompt, 4).__aenter__())
+        await asked.wait()
+        crowd.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await crowd
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
 
 
 def test_a_small_flood_proves_nothing_about_eviction(conform: ConformCommand) -> None:
