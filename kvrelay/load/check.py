@@ -49,7 +49,8 @@ class KeptAnswer:
 class AnswerCheck:
     """All kept answers and what was found wrong with others. ``reference`` names the reference.
 
-    ``mismatches`` and ``faults`` count; the first few of each are described in ``shown``.
+    ``mismatches``, ``unanswered`` (by the reference) and ``faults`` (wrong usages) count; the first
+    few are described in ``shown``.
     """
 
     reference: str | None = None
@@ -57,18 +58,25 @@ class AnswerCheck:
     verified: int = 0
     unkept: int = 0  # answers beyond the bound of memory
     mismatches: int = 0
+    unanswered: int = 0
     usages: int = 0
     faults: int = 0
     shown: list[str] = field(default_factory=list)
     _kept: dict[bytes, KeptAnswer] = field(default_factory=dict)
     _size: int = 0
 
+    @property
+    def failed(self) -> bool:
+        """Whether anything was wrong, or could not be compared for want of the reference."""
+        return bool(self.mismatches or self.unanswered or self.faults)
+
     def take(self, answer: LoadAnswer, ids_sent: bool) -> None:
         """An answer under load, or a part of one; ``ids_sent``: the prompt was token ids."""
         if answer.ended == "done":
             self.usages += 1
-            for fault in usage_faults(answer, ids_sent):
-                self.faults += 1
+            faults = list(usage_faults(answer, ids_sent))
+            self.faults += bool(faults)
+            for fault in faults:
                 self._show(f"usage of {_name(answer.request)}: {fault}")
         if self.reference is None or (not answer.tokens and answer.ended != "done"):
             return
@@ -93,7 +101,7 @@ class AnswerCheck:
     def verify(self, answer: LoadAnswer) -> None:
         """Compare the kept answer with the reference's."""
         if answer.ended != "done":
-            self.mismatches += 1
+            self.unanswered += 1
             ending = f"the reference gave no answer: {answer.error or answer.ended}"
             self._show(f"{_name(answer.request)}: {ending}")
             return

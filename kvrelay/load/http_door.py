@@ -6,10 +6,12 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from kvrelay.errors import KvrelayError
+from kvrelay.errors import KvrelayError, Unavailable
 from kvrelay.load.openai_server import Json, OpenAIServer
 from kvrelay.load.request import AnswerPiece, ChosenToken, LoadRequest, ServerAccount
 from kvrelay.rpc.security.tls import HttpsClient
+
+LARGEST = 1 << 53  # numbers below it are exact in JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,15 @@ class HttpDoor:
     def model(self) -> str:
         return self._options.model
 
+    @property
+    def _token(self) -> str | None:
+        """For what is asked for no tenant."""
+        return next(iter(self._options.tokens.values()), None)
+
+    async def page(self, path: str) -> str | None:
+        """A page of the server, ``None`` if it has none or does not show it."""
+        return await self.server.page(path, self._token)
+
     def use_chat(self) -> None:
         """From now on."""
         self._options = replace(self._options, chat=True)
@@ -59,9 +70,8 @@ class HttpDoor:
     async def find_model(self) -> HttpDoor:
         """This door; with the server's first model if none was named. Closed if it fails."""
         if not self._options.model:
-            token = next(iter(self._options.tokens.values()), None)
             try:
-                model = await self.server.model(token)
+                model = await self.server.model(self._token)
             except KvrelayError:
                 await self.close()
                 raise
@@ -101,7 +111,7 @@ def _pieces(at: float, event: Json) -> Iterator[AnswerPiece]:
         yield AnswerPiece(
             at,
             said if isinstance(said, str) else "",
-            listed if isinstance(listed, list) else None,
+            _token_ids(listed) if isinstance(listed, list) else None,
             ended if isinstance(ended, str) else None,
             choice=index if isinstance(index, int) else 0,
             chosen=() if chosen is None else tuple(_chosen(chosen)),
@@ -123,7 +133,14 @@ def _chosen(logprobs: object) -> Iterator[ChosenToken]:
 
 
 def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+    return float(value) if isinstance(value, int | float) and abs(value) < LARGEST else None
+
+
+def _token_ids(listed: list[object]) -> list[int]:
+    ids = [value for value in listed if type(value) is int and 0 <= value < LARGEST]
+    if len(ids) < len(listed):
+        raise Unavailable(f"the server sent token_ids that are none: {str(listed)[:60]}")
+    return ids
 
 
 def _dicts(values: object) -> Iterator[Json]:
@@ -148,4 +165,8 @@ def _account(usage: object) -> ServerAccount | None:
 
 def _count(usage: Json, name: str) -> int | None:
     value = usage.get(name)
-    return value if type(value) is int else None
+    if type(value) is not int:
+        return None
+    if abs(value) >= LARGEST:
+        raise Unavailable(f"the server's usage has a number of {len(str(value))} digits: {name}")
+    return value

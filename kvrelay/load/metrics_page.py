@@ -5,9 +5,11 @@ For servers whose answers do not say how long a request was queued: kvrelay's HT
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 
 from kvrelay.load.figures import QUANTILES
 
@@ -23,11 +25,13 @@ class MetricsPage:
     def __init__(self, text: str = "") -> None:
         self._values: defaultdict[str, float] = defaultdict(float)
         self._buckets: defaultdict[float, float] = defaultdict(float)
-        for name, labels, value in LINE.findall(text):
-            if name in (MIGRATIONS, f"{QUEUE}_sum", f"{QUEUE}_count"):
-                self._values[name] += float(value)
-            elif name == f"{QUEUE}_bucket" and (bound := BOUND.search(labels)):
-                self._buckets[float(bound[1])] += float(value)
+        for name, labels, shown in LINE.findall(text):
+            with suppress(ValueError):  # a line without a number
+                value = _finite(shown)
+                if name in (MIGRATIONS, f"{QUEUE}_sum", f"{QUEUE}_count"):
+                    self._values[name] += value
+                elif name == f"{QUEUE}_bucket" and (bound := BOUND.search(labels)):
+                    self._buckets[float(bound[1])] += value
 
     def migrations_since(self, before: MetricsPage) -> int | None:
         """``None`` if the server counts none."""
@@ -52,6 +56,13 @@ class MetricsPage:
             most = total / (count - part * count)
             found[f"p{part * 100:g}"] = None if value is None else min(value, most)
         return {**found, "max": None}
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
 
 
 def _quantile(below: list[tuple[float, float]], rank: float) -> float | None:

@@ -6,8 +6,11 @@ The one HTTP client of ``kvrelay load`` and ``kvrelay conform``, on aiohttp. Eve
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
+import math
+import re
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -23,6 +26,7 @@ from kvrelay.rpc.security.tls import HttpsClient
 Json: TypeAlias = "dict[str, object]"
 DONE = b"[DONE]"
 CONNECT_SECONDS = 10.0
+PAGE_SECONDS = 10.0  # for a page, which is no answer of a model
 IDLE_SECONDS = 3.0  # less than servers keep a connection, so that none closes when it is used again
 EVENT_BYTES = 32 << 20
 REFUSED = (429, 503)
@@ -31,6 +35,8 @@ NO_HTTP = "Bad status line"  # aiohttp's words for an answer that does not begin
 TIMED_OUT = (408, 504)
 CLOSED = "the server closed the connection before its answer ended"
 RETRY_SECONDS = 1.0
+UNREADABLE = (ValueError, RecursionError)  # of json.loads
+ESCAPED_SURROGATE = re.compile(rb"\\ud[89a-f]", re.IGNORECASE)
 
 
 class OpenAIServer:
@@ -79,28 +85,37 @@ class OpenAIServer:
     async def page(self, path: str, token: str | None = None) -> str | None:
         """A page of the server, ``None`` if it has none."""
         with suppress(KvrelayError):
-            async with self._asked("GET", path, _bearer(token)) as response:
-                text = await response.text(errors="replace")
-                return text if response.status == 200 else None
+            response, text = await self._page(path, token)
+            return text if response.status == 200 else None
         return None
 
     async def model(self, token: str | None) -> str:
         """The name of its first model."""
-        async with self._asked("GET", "/v1/models", _bearer(token)) as response:
-            text = await response.text(errors="replace")
+        response, text = await self._page("/v1/models", token)
         if response.status in UNAUTHORIZED:
             said = f"the server refuses /v1/models ({_refusal(response, text)})"
             if self._field == "check":
                 advice = "--check sends no key, so name a server that wants none"
                 raise Rejected("check", f"{said}: {advice}")
             raise Rejected("api_key", f"{said}: set KVRELAY_API_KEY to a key that it accepts")
-        with suppress(ValueError, LookupError, TypeError):
-            return str(json.loads(text)["data"][0]["id"])
-        raise Rejected("model", "the server lists none: name it with --model")
+        if (name := _text_at(text, "data", 0, "id")) is None:
+            raise Rejected("model", "the server lists none: name it with --model")
+        return name
 
     async def close(self) -> None:
-        for session in self._sessions.values():
+        for session in list(self._sessions.values()):
             await session.close()
+
+    async def _page(self, path: str, token: str | None) -> tuple[aiohttp.ClientResponse, str]:
+        try:
+            async with (
+                asyncio.timeout(PAGE_SECONDS),
+                self._asked("GET", path, _bearer(token)) as response,
+            ):
+                return response, await response.text(errors="replace")
+        except TimeoutError:
+            said = f"no answer to {path} within {PAGE_SECONDS:g} s"
+            raise DeadlineExceeded(f"HTTP to {self.url.host}: {said}") from None
 
     @asynccontextmanager
     async def _asked(
@@ -183,13 +198,13 @@ def _bearer(token: str | None) -> Mapping[str, str]:
 
 def _refusal(response: aiohttp.ClientResponse, text: str) -> KvrelayError:
     """The error of a response that is no stream."""
-    with suppress(ValueError, LookupError, TypeError):
-        text = str(json.loads(text)["error"]["message"])
+    text = _text_at(text, "error", "message") or text
     said = f"HTTP {response.status}: {' '.join(text.split())[:200]}"
     if response.status in REFUSED:
         delay = RETRY_SECONDS
         with suppress(KeyError, ValueError):
-            delay = float(response.headers["retry-after"])
+            asked = float(response.headers["retry-after"])
+            delay = asked if 0 <= asked < math.inf else delay
         return Exhausted(said, delay)
     return DeadlineExceeded(said) if response.status in TIMED_OUT else Unavailable(said)
 
@@ -197,7 +212,9 @@ def _refusal(response: aiohttp.ClientResponse, text: str) -> KvrelayError:
 def _event(data: bytes) -> Json:
     try:
         event = json.loads(data)
-    except ValueError:
+        if ESCAPED_SURROGATE.search(data):
+            event = json.loads(_readable(json.dumps(event, ensure_ascii=False)))
+    except UNREADABLE:
         raise Unavailable(f"the server sent an event that is not JSON: {data[:60]!r}") from None
     if not isinstance(event, dict):
         raise Unavailable(f"the server sent an event that is no object: {data[:60]!r}")
@@ -205,3 +222,18 @@ def _event(data: bytes) -> Json:
         said = error.get("message", error) if isinstance(error, dict) else error
         raise Unavailable(f"the stream ended with an error: {str(said)[:200]}")
     return event
+
+
+def _text_at(text: str, *keys: str | int) -> str | None:
+    """What is at a place of a JSON text."""
+    with suppress(*UNREADABLE, LookupError, TypeError):
+        value = json.loads(text)
+        for key in keys:
+            value = value[key]
+        return _readable(str(value))
+    return None
+
+
+def _readable(text: str) -> str:
+    """With "?" for lone surrogates, which no file and no terminal takes."""
+    return text.encode(errors="replace").decode()

@@ -81,6 +81,7 @@ def check_json(check: AnswerCheck) -> Json:
         "compared": check.compared,
         "verified": check.verified,
         "mismatches": check.mismatches,
+        "unanswered": check.unanswered,
         "not_kept": check.unkept,
         "usages": check.usages,
         "usage_faults": check.faults,
@@ -127,7 +128,7 @@ def html_page(
     head: Json, levels: Sequence[LevelFigures], check: AnswerCheck, objectives: Objectives
 ) -> str:
     """One page: verdict, a table of all levels, plots."""
-    wrong = "bad" if check.mismatches or check.faults else "good"
+    wrong = "bad" if check.failed else "good"
     parts = [
         paragraph(verdict(check), wrong),
         *(paragraph(line, "bad") for line in check.shown),
@@ -143,9 +144,10 @@ def verdict(check: AnswerCheck) -> str:
     if check.reference is None:
         return f"tokens not checked; {usage}"
     unkept = f", {check.unkept:,} not kept" if check.unkept else ""
+    silent = f", {check.unanswered:,} not answered by the reference" if check.unanswered else ""
     return (
         f"{check.compared:,} answers compared ({check.reference}),"
-        f" {check.mismatches:,} differ{unkept}; {usage}"
+        f" {check.mismatches:,} differ{silent}{unkept}; {usage}"
     )
 
 

@@ -123,7 +123,7 @@ class LoadRun:
     async def _page(self) -> MetricsPage | None:
         if not isinstance(self.door, HttpDoor):
             return None
-        text = await self.door.server.page(PAGE)
+        text = await self.door.page(PAGE)
         return None if text is None else MetricsPage(text)
 
     async def _verify(self, reference: LoadDoor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import cycle
@@ -90,5 +90,62 @@ def refusing_server(status: int, *messages: str) -> Iterator[str]:
         try:
             yield f"http://127.0.0.1:{server.server_port}"
         finally:
+            server.shutdown()
+            thread.join()
+
+
+class OddServer:
+    """A server with fixed answers. ``page`` is its metrics page; a page of ``None`` never comes.
+
+    ``events``: the data of each event of a stream, after which one with a finish reason follows.
+    """
+
+    def __init__(self, *events: str, status: int = 200, retry_after: str = "") -> None:
+        self.events = events
+        self.status = status
+        self.retry_after = retry_after
+        self.pages: dict[str, str | None] = {"/v1/models": '{"data": [{"id": "odd"}]}'}
+        self.keys: dict[str, str | None] = {}
+        self.ended = threading.Event()
+
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+        handler.rfile.read(int(handler.headers["content-length"] or 0))
+        text: str | None = "".join(f"data: {event}\n\n" for event in self.events)
+        if handler.command == "GET":
+            self.keys[handler.path] = handler.headers["authorization"]
+            text = self.pages.get(handler.path, "")
+        if text is None:
+            self.ended.wait()
+            return
+        handler.send_response(self.status if handler.command == "POST" else 200)
+        handler.send_header("content-length", str(len(text)))
+        if self.retry_after:
+            handler.send_header("retry-after", self.retry_after)
+        handler.end_headers()
+        with suppress(ConnectionError):  # a client that has left
+            handler.wfile.write(text.encode())
+
+
+@contextmanager
+def serve(odd: OddServer) -> Iterator[str]:
+    """Its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            odd.answer(self)
+
+        def do_POST(self) -> None:
+            odd.answer(self)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Standard error is the command's."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            odd.ended.set()
             server.shutdown()
             thread.join()

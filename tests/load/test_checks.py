@@ -101,7 +101,8 @@ def test_another_server_is_the_reference(load: LoadCommand, wrong: int) -> None:
 def test_a_reference_that_fails_is_no_success(load: LoadCommand) -> None:
     with stub() as server, stub(once(0, StubManners(status=500))) as other:
         found = load(server.url, *SMALL, "--check", other.url)
-    assert (found.status, found.check["mismatches"]) == (1, 1)
+    assert (found.status, found.check["mismatches"], found.check["unanswered"]) == (1, 0, 1)
+    assert "0 differ, 1 not answered by the reference" in " ".join(found.out.split())
     assert "the reference gave no answer: HTTP 500: the stub refuses" in found.check["shown"][0]
 
 

@@ -16,7 +16,7 @@ from kvrelay.cli.load.screen import LoadScreen, closing_lines
 from kvrelay.cli.router_options import RouterOptions
 from kvrelay.cli.screen import print_out
 from kvrelay.config.reader import load, option
-from kvrelay.errors import Rejected
+from kvrelay.errors import KvrelayError, Rejected
 from kvrelay.installation import require
 from kvrelay.load import report
 from kvrelay.load.check import AnswerCheck
@@ -272,26 +272,36 @@ def main(argv: Sequence[str]) -> int:
     claim(config.json, config.html, config.csv)
     if config.trace:
         check_trace(Path(config.trace))
+    levels: list[LevelFigures] = []
     with ExitStack() as files:
         if config.csv is not None:
             screen.rows = csv.writer(files.enter_context(open(config.csv, "w", newline="")))
             screen.rows.writerow(report.COLUMNS)
-        levels, interrupted = _run(config, plan, address, check, screen)
+        ended = _run(config, plan, address, check, screen, levels)
+    if isinstance(ended, Exception) and not levels:
+        raise ended
     for line in closing_lines(levels, check):
         print_out(line)
     write(config.json, as_json(report.report_json(head, levels, check)))
     write(config.html, report.html_page(head, levels, check, objectives))
     done = sum(one.ends["done"] + one.ends["left"] for one in levels)
-    if check.mismatches or check.faults or (not done and not interrupted):
+    if isinstance(ended, Exception):
+        raise ended  # what was measured before it is written
+    interrupted = ended is not None
+    if check.failed or (not done and not interrupted):
         return 1
     return INTERRUPTED_STATUS if interrupted else 0
 
 
 def _run(
-    config: LoadConfig, plan: LoadPlan, address: str, check: AnswerCheck, screen: LoadScreen
-) -> tuple[list[LevelFigures], bool]:
-    """The figures of each level, and whether Ctrl-C has ended the run."""
-    levels: list[LevelFigures] = []
+    config: LoadConfig,
+    plan: LoadPlan,
+    address: str,
+    check: AnswerCheck,
+    screen: LoadScreen,
+    levels: list[LevelFigures],
+) -> KeyboardInterrupt | Exception | None:
+    """Fill ``levels``; what ended the run before its end."""
 
     async def session() -> None:
         asked = config.door_options(plan.workload)
@@ -306,11 +316,11 @@ def _run(
 
     try:
         asyncio.run(session())
-    except KeyboardInterrupt:
-        return levels, True
     except ExceptionGroup as group:  # of a task group
-        raise group.exceptions[0] from None
-    return levels, False
+        return group.exceptions[0]
+    except (KeyboardInterrupt, KvrelayError, OSError) as error:
+        return error
+    return None
 
 
 async def _door(url: str | None, address: str, options: DoorOptions) -> LoadDoor:

@@ -48,10 +48,13 @@ def wrapped(text: str, style: str = "", indent: str = "") -> Iterator[str]:
 
 def claim(json: str | None, html: str | None, csv: str | None = None) -> None:
     """Raises ``Rejected`` for a file that cannot be written, before the run."""
+    claimed: dict[Path, str] = {}
     for field, path in (("json", json), ("html", html), ("csv", csv)):
         try:
             if path is not None:
                 Path(path).open("a").close()
+                if (other := claimed.setdefault(Path(path).resolve(), field)) != field:
+                    raise Rejected(field, f"{path} is the file of --{other} too")
         except OSError as error:
             raise Rejected(field, f"cannot write {path}: {error.strerror}") from None
 

@@ -112,8 +112,7 @@ def closing_lines(levels: Sequence[LevelFigures], check: AnswerCheck) -> Iterato
     if len(levels) > 1:
         yield ""
         yield sweep_table(levels)
-    bad = check.mismatches or check.faults
-    yield from wrapped(verdict(check), "red" if bad else "green")
+    yield from wrapped(verdict(check), "red" if check.failed else "green")
     for line in check.shown:
         yield from wrapped(line, "red", "  ")
 
