@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import sys
 import threading
@@ -23,6 +24,7 @@ from kvrelay.config.reader import load, option
 from kvrelay.connector.script import PREFIX, read_script
 from kvrelay.installation import command
 from kvrelay.model_folder import check_model_folder
+from kvrelay.process import logs
 from kvrelay.process.memory import check_fits, host_memory
 from kvrelay.rpc import tracing
 from kvrelay.rpc.address import HTTP_PORT, Address
@@ -31,6 +33,8 @@ from kvrelay.rpc.security.credentials import ADMIN_FIRST
 from kvrelay.text.tokenizer import has_tokenizer
 from kvrelay.v1 import router_pb2
 from kvstore import connect
+
+log = logging.getLogger(__name__)
 
 CLIENT_FILE = "client.toml"
 COLOURS = {"store": "magenta", "prefill": "cyan", "decode": "green", "router": "blue"}
@@ -100,6 +104,8 @@ class Up:
 
     def __init__(self, config: UpConfig) -> None:
         self._config = config
+        if config.log_format == "json":
+            logs.setup("up", form="json")
         self._named = Path(config.endpoints).absolute() if config.endpoints else None
         self._ended = threading.Event()
         self._status = 0  # exit status of an interrupted start
@@ -123,11 +129,11 @@ class Up:
 
     def serve(self) -> int:
         if self._may_be_refused():
-            print_err(f"Checking {self._config.model_path}")
+            self._say(f"Checking {self._config.model_path}")
             self._model_check.run(self._config.start_timeout)
             if self._ended.is_set():
                 return self._status
-        print_err(f"Starting {self._config.model_path}")
+        self._say(f"Starting {self._config.model_path}")
         try:
             self.cluster.start(self._config.start_timeout)
             print_out(describe(self.cluster, self.cluster.view))
@@ -142,11 +148,11 @@ class Up:
             self._ended.wait()
             self._failing = self.cluster.failing()
             for name, how in self._failing.items():
-                print_err(f"{paint(f'{name:>9}', 'bold', sys.stderr)} {how}")
+                self._say(how, name)
         except StartInterrupted:
             return self._status
         finally:
-            print_err("Stopping")
+            self._say("Stopping")
             self.cluster.stop()
             self._remove_files()
         return 1 if self._failing else 0
@@ -181,9 +187,17 @@ class Up:
             self._print(f"{paint(f'{spec.name:>9} |', COLOURS[spec.role], sys.stderr)} {line}")
 
     def _show_change(self, spec: ProcessSpec, what: str) -> None:
-        self._print(f"{paint(f'{spec.name:>9}', 'bold', sys.stderr)} {what}")
+        self._say(what, spec.name)
         if self._up:
             self._publish()  # a process id may have changed
+
+    def _say(self, what: str, process: str = "") -> None:
+        """A line of this command itself, about one of its processes if it is named."""
+        if self._config.log_format == "json":
+            log.info("%s", f"{process} {what}".strip())
+        else:
+            named = f"{paint(f'{process:>9}', 'bold', sys.stderr)} " if process else ""
+            self._print(named + what)
 
     def _print(self, line: str) -> None:
         """Print a line, from any thread. A closed terminal stops no thread."""

@@ -9,7 +9,7 @@ from kvrelay.errors import Exhausted
 from kvrelay.rpc.bearer import HEADER, SCHEME
 from kvrelay.rpc.security.credentials import Credentials
 from kvrelay.rpc.security.identity import ANONYMOUS, LOCAL_CALLER, Caller, CallerKind
-from kvrelay.rpc.server.authorization import RETRY_SECONDS, OpenCalls
+from kvrelay.rpc.server.authorization import RETRY_SECONDS, OpenCalls, refused
 from kvrelay.rpc.server.server import CALL_SHARES
 from router.http.errors import HttpRefusal
 
@@ -40,7 +40,7 @@ class Access:
         if found is None and not known.open:
             raise _unauthorized()
         if found is not None and found.kind is CallerKind.METRICS:
-            raise HttpRefusal(403, "forbidden", HEADER, "this token only reads metrics pages")
+            raise _forbidden("this token only reads metrics pages")
         if found is not None and found.kind is not CallerKind.CLIENT:
             yield found
             return
@@ -60,7 +60,7 @@ class Access:
         if found is None:
             raise _unauthorized()
         if found.kind is CallerKind.CLIENT:
-            raise HttpRefusal(403, "forbidden", HEADER, "a tenant may not read this page")
+            raise _forbidden("a tenant may not read this page")
 
 
 def _identify(known: Credentials, headers: Mapping[str, str]) -> Caller | None:
@@ -70,7 +70,13 @@ def _identify(known: Credentials, headers: Mapping[str, str]) -> Caller | None:
     return known.identify(token.strip())
 
 
+def _forbidden(why: str) -> HttpRefusal:
+    refused["forbidden"] += 1
+    return HttpRefusal(403, "forbidden", HEADER, why)
+
+
 def _unauthorized() -> HttpRefusal:
+    refused["unauthenticated"] += 1
     return HttpRefusal(
         401,
         "invalid_api_key",

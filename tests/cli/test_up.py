@@ -263,3 +263,23 @@ def test_a_healthy_start_reports_no_failed_connection(up: Up) -> None:
     text = up.log.read_text()
     assert "failed to connect" not in text.lower()
     assert "nothing listens" not in text
+
+
+def test_json_logs_have_its_own_lines_too(model: Path, tmp_path: Path) -> None:
+    up = Up(model, tmp_path, "--log-format", "json")
+    try:
+        up.wait()
+        before = up.pids()
+        os.kill(before["decode-0"], signal.SIGKILL)
+        until(lambda: up.pids()["decode-0"] != before["decode-0"], up.told("restarted"), 60)
+    finally:
+        up.popen.send_signal(signal.SIGTERM)
+        up.popen.wait(30)
+    lines = up.log.read_text().splitlines()
+    own = [json.loads(line) for line in lines if line.startswith("{") and '"service": "up"' in line]
+    said = [line["message"] for line in own]
+    assert [one for one in said if one.startswith("decode-0 was killed by SIGKILL; restarting")]
+    assert "Stopping" in said
+    shown = "\n".join(line for line in lines if not line.startswith("{"))
+    assert "Serving on" in shown  # standard output is for people
+    assert not [word for word in ("Starting", "ready after", "restarting") if word in shown]

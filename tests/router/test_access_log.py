@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import shlex
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
@@ -98,6 +99,20 @@ async def test_how_it_ended(stream: io.StringIO) -> None:
     }
     assert ends["refused"]["first_token_seconds"] is None
     assert ends["left"]["completion_tokens"]
+    for name in ("prompt_tokens", "cached_prompt_tokens", "legs"):  # no usage has come
+        assert ends["left"][name] is None
+
+
+async def test_an_id_cannot_forge_a_field_of_a_text_line(caplog: pytest.LogCaptureFixture) -> None:
+    forged = 'r1 door=grpc tenant="admin" ended=finished'
+    async with doors() as (_, client):
+        body = {"prompt": PROMPT, "max_tokens": 1}
+        await client.post("/v1/completions", json=body, headers={"x-request-id": forged})
+    (line,) = [one.getMessage() for one in caplog.records if one.name == "kvrelay.access"]
+    word, name, *fields = shlex.split(line)
+    assert (word, name) == ("access", forged)
+    assert [field.partition("=")[0] for field in fields].count("ended") == 1
+    assert "door=http" in fields
 
 
 async def test_hits_that_are_not_known_are_null(stream: io.StringIO) -> None:

@@ -69,6 +69,9 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Q, R]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler[Q, R] | None]]"
 Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
 
+refused = Counter[str](unauthenticated=0, forbidden=0)
+"""Calls of this process that were refused for their token, by reason; over HTTP too."""
+
 
 class OpenCalls:
     """Counts the open calls of tenants and of unauthenticated callers, and bounds them.
@@ -145,12 +148,14 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if known.required:
             found = _identify(known, handler_call_details.invocation_metadata)
             if found is None and not _needs_no_token(known, method):
+                refused["unauthenticated"] += 1
                 return _refusing(
                     grpc.StatusCode.UNAUTHENTICATED,
                     "no token that this server knows: give --credentials, --endpoints with the"
                     " file of kvrelay up, or set KVRELAY_TOKEN",
                 )
             if found is not None and not is_allowed(found, method):
+                refused["forbidden"] += 1
                 return _refusing(
                     grpc.StatusCode.PERMISSION_DENIED,
                     f"a {found.kind.value} may not call {_name(method)}",

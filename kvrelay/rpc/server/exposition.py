@@ -25,6 +25,7 @@ from kvrelay.rpc.reserved import is_reserved
 from kvrelay.rpc.security.identity import CallerKind
 from kvrelay.rpc.security.policy import installed
 from kvrelay.rpc.security.tls import server_context
+from kvrelay.rpc.server.authorization import refused
 
 log = logging.getLogger("kvrelay.rpc")
 MAX_CONNECTIONS = 32
@@ -109,9 +110,9 @@ def page_of(registry: CollectorRegistry, *, guarded: bool = False) -> WSGIApplic
     inner = make_wsgi_app(registry)
 
     def page(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        refused = _refusal(environ, guarded)
-        if refused is not None:
-            return _answer(environ, start_response, *refused)
+        refusal = _refusal(environ, guarded)
+        if refusal is not None:
+            return _answer(environ, start_response, *refusal)
         if environ["PATH_INFO"] == "/":
             return _answer(environ, start_response, "200 OK", "the metrics are at /metrics\n")
         environ.pop("HTTP_ACCEPT", None)
@@ -142,8 +143,10 @@ def _refusal(environ: WSGIEnvironment, guarded: bool) -> tuple[str, str] | None:
     scheme, _, token = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
     found = known.identify(token.strip()) if scheme.lower() == SCHEME.strip().lower() else None
     if found is None:
+        refused["unauthenticated"] += 1
         return "401 Unauthorized", "send `Authorization: Bearer TOKEN`, see docs/security.md\n"
     if found.kind is CallerKind.CLIENT:
+        refused["forbidden"] += 1
         return "403 Forbidden", "a tenant may not read this page\n"
     return None
 

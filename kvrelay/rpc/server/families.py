@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from kvrelay.rpc.security import renewal
 from kvrelay.rpc.security.policy import installed
+from kvrelay.rpc.server.authorization import refused
 
 PREFIX = "kvrelay:"
 
@@ -52,7 +53,7 @@ def labelled(metrics: Iterable[Metric], labels: Mapping[str, str]) -> Iterator[M
 
 
 def security() -> Iterator[Metric]:
-    """The end of this process's certificate, if it has one, and reloads of its files."""
+    """The end of this process's certificate, if it has one, reloads of its files, refusals."""
     tls = installed().tls
     if tls is not None and tls.expires is not None:
         yield GaugeMetricFamily(
@@ -67,4 +68,12 @@ def security() -> Iterator[Metric]:
     )
     for result, count in renewal.results().items():
         family.add_metric([result], count)
+    yield family
+    family = CounterMetricFamily(
+        PREFIX + "unauthorized_calls",
+        "Calls and HTTP requests refused for their token.",
+        labels=["reason"],
+    )
+    for reason, count in refused.items():
+        family.add_metric([reason], count)
     yield family

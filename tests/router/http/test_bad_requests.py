@@ -18,6 +18,8 @@ from kvrelay.errors import Rejected
 from kvrelay.rpc.address import Address
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.options import SecurityOptions
+from kvrelay.rpc.server import families
+from kvrelay.rpc.server.authorization import refused
 from router.http.access import Access
 from router.http.app import make_app
 from router.http.connections import HttpLimits
@@ -431,6 +433,7 @@ async def test_keys_are_the_tokens_of_tenants(tmp_path: Path) -> None:
         )
         url = await server.start()
         try:
+            before = refused.copy()
             async with httpx2.AsyncClient(base_url=url, timeout=20) as client:
                 for key in ("", "Bearer wrong", f"Basic {ALICE}"):
                     made = await client.post(
@@ -441,6 +444,11 @@ async def test_keys_are_the_tokens_of_tenants(tmp_path: Path) -> None:
                     assert made.json()["error"]["code"] == "invalid_api_key"
                 assert (await client.get("/v1/models")).status_code == 401
                 assert (await client.get("/health")).status_code == 200
+                bearer = {"authorization": f"Bearer {ALICE}"}
+                assert (await client.get("/metrics", headers=bearer)).status_code == 403
+                assert refused - before == {"unauthenticated": 4, "forbidden": 1}
+                page = "\n".join(str(family) for family in families.security())
+                assert f"'reason': 'unauthenticated'}}, value={refused['unauthenticated']}" in page
                 assert not worker.legs
                 for _ in range(9):
                     step.release()
