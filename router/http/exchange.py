@@ -105,6 +105,7 @@ class Exchange:
         self._quiet = 0.0  # seconds after which a comment is sent
         self._timer: asyncio.TimerHandle | None = None
         self._commenting: asyncio.Task[None] | None = None
+        self._watching: asyncio.TimerHandle | None = None
         self.headers: dict[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
@@ -145,20 +146,19 @@ class Exchange:
         task = asyncio.current_task()
         assert task is not None, "a request is served by a task"
         taking = asyncio.ensure_future(self._take_in(task))
-        watching = self._watch(task)
+        self._watch(task)
         try:
             await self._arrived(self._ahead)
             yield
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             if not self._lost:
                 raise
+            error.__traceback__ = None  # a frame of its task group has the error
             task.uncancel()
             raise Disconnected from None
         finally:
             taking.cancel()
-            self._be_silent()
-            for timer in watching:
-                timer.cancel()
+            self._end()
 
     def _reads_data_only(self) -> bool:
         """Whether events get no ids; a program on aiohttp asks for these as browsers do."""
@@ -282,10 +282,11 @@ class Exchange:
             await asyncio.wait((self._commenting,))
             self._commenting = None
 
-    def _be_silent(self) -> None:
-        for one in (self._timer, self._commenting):
+    def _end(self) -> None:
+        for one in (self._timer, self._commenting, self._watching):
             if one is not None:
                 one.cancel()
+        self._body.clear()
         self._ended = True
 
     async def _start_events(self) -> None:
@@ -320,21 +321,15 @@ class Exchange:
                 await self._wanted.wait()
         self._leave(task)
 
-    def _watch(self, task: asyncio.Task[None]) -> list[asyncio.TimerHandle]:
-        """Look now and then whether a write waits for its client. Returns the pending timer."""
+    def _watch(self, task: asyncio.Task[None]) -> None:
+        """Look now and then whether a write waits for its client."""
         loop, stuck = asyncio.get_running_loop(), self._limits.stuck_seconds
-        timers: list[asyncio.TimerHandle] = []
-
-        def look() -> None:
-            since = self._writing_since
-            if since is not None and loop.time() - since >= stuck:
-                self._abort()
-                self._leave(task)
-            else:
-                timers[:] = [loop.call_later(stuck / 4, look)]
-
-        look()
-        return timers
+        since = self._writing_since
+        if since is not None and loop.time() - since >= stuck:
+            self._abort()
+            self._leave(task)
+        else:
+            self._watching = loop.call_later(stuck / 4, self._watch, task)
 
     def _leave(self, task: asyncio.Task[None]) -> None:
         if not self._lost:

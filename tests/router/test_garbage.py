@@ -20,10 +20,13 @@ import pytest
 
 from kvrelay.cli.authority import CertificateAuthority
 from kvrelay.rpc.security import policy
+from kvrelay.rpc.security.identity import Tenant
 from kvrelay.v1 import router_pb2
 from router.http.connections import TlsConnection
+from router.http.exchange import Exchange
+from router.queue.inbox import Sender
 from tests.router.fakes import Running
-from tests.router.http.rig import bounded, door
+from tests.router.http.rig import bounded, door, raw
 from tests.router.rig import PROMPT, request, until
 from tests.secured import write_files
 
@@ -36,8 +39,8 @@ BODIES: dict[str, tuple[int, dict[str, object]]] = {
     "long text": (400, {"prompt": "word " * 500_000}),
 }
 
-
-KEPT = (router_pb2.GenerateRequest, TlsConnection, ssl.SSLObject)
+LOCAL = Sender(Tenant(), "127.0.0.1").holder
+KEPT = (Exchange, router_pb2.GenerateRequest, TlsConnection, ssl.SSLObject)
 
 
 @contextmanager
@@ -92,6 +95,27 @@ async def test_over_grpc(both: tuple[Running, httpx2.AsyncClient], model: str) -
             assert model
         await until(lambda: both[0].service.ended.total() == before + 1)
         await asyncio.sleep(0.1)
+    assert not found
+
+
+@pytest.mark.parametrize("page", ["/v1/completions", "/tokenize"])
+async def test_a_client_that_leaves_within_its_body(page: str) -> None:
+    """The exchange has what was received of it."""
+    found: list[object] = []
+    async with bounded() as (router, client, server):
+        inbox = router.service.inbox.semaphore
+        with without_collections(found):
+            _, writer = await raw(client)
+            writer.write(
+                f"POST {page} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                f"content-length: 1000000\r\n\r\n{' ' * 100_000}".encode()
+            )
+            await until(lambda: inbox.held(LOCAL) > 0)
+            writer.transport.abort()
+            del writer
+            await until(lambda: server.connections.open == 0)
+            await until(lambda: inbox.held(LOCAL) == 0)
+            await asyncio.sleep(0.1)
     assert not found
 
 
