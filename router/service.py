@@ -285,14 +285,25 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
 
     async def tokenize(self, call: InboundCall) -> tuple[int, ...]:
         """The token ids of a call's input. It costs the tenant what a refused request does."""
+        async with self._converted(call, "to tokenize the prompt") as (message, hold):
+            await self._tools.use(message, call.tenant)
+            return await self._prompts.tokenize(message, hold, self.config.max_prompt)
+
+    async def detokenize(self, call: InboundCall) -> str:
+        """The text of the token ids of a call. It costs as much as ``tokenize`` does."""
+        async with self._converted(call, "to decode the tokens") as (message, hold):
+            return await self._prompts.decode(message.token_ids.ids, hold)
+
+    @asynccontextmanager
+    async def _converted(
+        self, call: InboundCall, what: str
+    ) -> AsyncIterator[tuple[router_pb2.GenerateRequest, QuotaHold]]:
         with self.quotas.hold(call.tenant) as hold, self.gate.entered(call.tenant):
             hold.charge(0)
             async with self._received(call) as inbound:
-                message = inbound.message
-                check_tokenizable(message, self.config.model_name)
-                async with call.deadline.limit("to tokenize the prompt"):
-                    await self._tools.use(message, call.tenant)
-                    return await self._prompts.tokenize(message, hold, self.config.max_prompt)
+                check_tokenizable(inbound.message, self.config.model_name)
+                async with call.deadline.limit(what):
+                    yield inbound.message, hold
 
     async def _hinted(self, samples: Samples) -> AsyncGenerator[router_pb2.GenerateResponse]:
         """The responses; the store learns that the prompt waits, then what the client expects."""

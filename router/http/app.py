@@ -20,6 +20,7 @@ from kvrelay.errors import KvrelayError, Unavailable
 from kvrelay.process import logs
 from kvrelay.rpc import tracing
 from router.http.access import Access
+from router.http.backend import Backend
 from router.http.connections import HttpLimits
 from router.http.errors import HttpRefusal, body_of
 from router.http.exchange import (
@@ -31,7 +32,7 @@ from router.http.exchange import (
     request_id_of,
 )
 from router.http.pages import Pages
-from router.http.request import Backend, HttpRequest
+from router.http.request import HttpRequest
 
 log = logging.getLogger("kvrelay.router")
 CHAT = "/v1/chat/completions"

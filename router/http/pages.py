@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 from kvrelay.errors import NotFound, Rejected, Unavailable
 from kvrelay.rpc.deadline import Deadline
-from kvrelay.rpc.protocol import check_ids
-from kvrelay.text.tokenizer import NoTokenizer
 from kvrelay.v1 import router_pb2, types_pb2
 from router.generate.request import InboundCall
 from router.http.access import Access
 from router.http.ask import check_rest, read_input
+from router.http.backend import Backend
 from router.http.exchange import Exchange
 from router.http.fields import Fields, parse_object
-from router.http.request import Backend
 from router.http.shapes import Json
-from router.queue.inbox import Inbound
+from router.queue.inbox import Inbound, Read
 from router.workers.candidate import longest
 
-MANY_TOKENS = 4096  # decoding more takes milliseconds: not on the event loop
 METRICS = b"text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -75,37 +72,39 @@ class Pages:
             check_rest(fields, self._backend.config.strict_fields)
             return Inbound(message=message)
 
+        async with self._called(exchange, read) as call:
+            tokens = await self._backend.tokenize(call)
+            answer: Json = {
+                "count": len(tokens),
+                "max_model_len": self._longest(),
+                "tokens": list(tokens),
+                "token_strs": self._strings(tokens) if strings else None,
+            }
+            await exchange.reply(answer)
+
+    async def detokenize(self, exchange: Exchange) -> None:
+        """The text of token ids, special tokens included."""
+
+        async def read() -> Inbound:
+            fields, message = await self._fields(exchange), router_pb2.GenerateRequest()
+            message.model = fields.text("model") or ""
+            tokens = fields.ids("tokens")
+            check_rest(fields, self._backend.config.strict_fields)
+            if tokens is None:
+                raise Rejected("tokens", "missing: give a list of token ids")
+            message.token_ids.ids.extend(tokens)
+            return Inbound(message=message)
+
+        async with self._called(exchange, read) as call:
+            await exchange.reply({"prompt": await self._backend.detokenize(call)})
+
+    @asynccontextmanager
+    async def _called(self, exchange: Exchange, read: Read) -> AsyncIterator[InboundCall]:
         with self._access.admitted(exchange.headers) as caller:
             exchange.check()
             async with exchange.attended():
                 deadline = Deadline.after(self._backend.config.timeout)
-                call = InboundCall(exchange.sender(caller.tenant), deadline, read)
-                tokens = await self._backend.tokenize(call)
-                answer: Json = {
-                    "count": len(tokens),
-                    "max_model_len": self._longest(),
-                    "tokens": list(tokens),
-                    "token_strs": self._strings(tokens) if strings else None,
-                }
-                await exchange.reply(answer)
-
-    async def detokenize(self, exchange: Exchange) -> None:
-        """The text of token ids, special tokens included."""
-        with self._access.admitted(exchange.headers):
-            exchange.check()
-            async with exchange.attended():
-                fields = await self._fields(exchange)
-                self._check_model(fields.text("model") or self._backend.config.model_name)
-                tokens = fields.ids("tokens")
-                check_rest(fields, self._backend.config.strict_fields)
-                if tokens is None:
-                    raise Rejected("tokens", "missing: give a list of token ids")
-                tokenizer = self._backend.tokenizer
-                if isinstance(tokenizer, NoTokenizer):
-                    raise Rejected("tokens", "this model has no tokenizer")
-                check_ids("tokens", tokens, tokenizer.vocab_size)
-                text = await _in_thread_if_long(tokenizer.backend.decode, tokens)
-                await exchange.reply({"prompt": text})
+                yield InboundCall(exchange.sender(caller.tenant), deadline, read)
 
     async def _fields(self, exchange: Exchange) -> Fields:
         return Fields(parse_object(await exchange.body()))
@@ -133,9 +132,3 @@ class Pages:
             "parent": None,
             "max_model_len": self._longest(),
         }
-
-
-async def _in_thread_if_long(decode: Callable[[list[int], bool], str], tokens: list[int]) -> str:
-    if len(tokens) <= MANY_TOKENS:
-        return decode(tokens, False)
-    return await asyncio.to_thread(decode, tokens, False)

@@ -9,23 +9,21 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import AbstractContextManager, aclosing
+from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import replace
-from typing import Protocol
 
 from kvrelay.errors import Mismatch, Rejected
 from kvrelay.rpc.deadline import Deadline
-from kvrelay.rpc.security.identity import Tenant
 from kvrelay.rpc.tracing import OFF, Span
 from kvrelay.structured import FIELD as STRUCTURED
-from kvrelay.text.tokenizer import NoTokenizer, Tokenizer
+from kvrelay.text.tokenizer import NoTokenizer
 from kvrelay.v1 import router_pb2, types_pb2
-from router.config import RouterConfig
-from router.generate.record import Door, RequestRecord
+from router.generate.record import RequestRecord
 from router.generate.request import OTHER_PROMPT, InboundCall
 from router.http.answer import Answer
 from router.http.ask import AnswerForm, Ask, constraint_name, read_ask
+from router.http.backend import Backend, Responses
 from router.http.errors import name_of
 from router.http.exchange import Exchange
 from router.http.fields import parse_object
@@ -42,41 +40,14 @@ from router.http.resume import (
     set_outputs,
 )
 from router.http.shapes import AnswerHead, ChatShape, CompletionShape
-from router.placement.placer import Placer
 from router.queue.gate import HeldRequest
 from router.queue.inbox import Inbound, Read, Sender, reading
 from router.queue.quotas import QuotaHold
 from router.workers.fleet import weights_of
-from router.workers.registry import Registry
 
 Response = router_pb2.GenerateResponse
-Responses = AsyncGenerator[Response]
 _DECODE = types_pb2.ROLE_DECODE
 _BOUND = ("cached_prompt_tokens", "prompt_hash", "weights")  # fields that an event id fills
-
-
-class Backend(Protocol):
-    """What the doors of a router share; ``router.service`` implements it."""
-
-    config: RouterConfig
-    tokenizer: Tokenizer
-    registry: Registry
-    placer: Placer
-
-    def counted(
-        self, tenant: Tenant, door: Door, peer: str
-    ) -> AbstractContextManager[RequestRecord]: ...
-
-    def held(
-        self, tenant: Tenant, group: list[QuotaHold]
-    ) -> AbstractContextManager[HeldRequest]: ...
-
-    def serve(self, call: InboundCall, record: RequestRecord, held: HeldRequest) -> Responses: ...
-
-    async def tokenize(self, call: InboundCall) -> tuple[int, ...]: ...
-
-    @property
-    def draining(self) -> bool: ...
 
 
 class HttpRequest:

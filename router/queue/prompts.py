@@ -11,17 +11,20 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from kvrelay.errors import Rejected
+from kvrelay.rpc.protocol import check_ids
 from kvrelay.rpc.security.identity import Tenant
 from kvrelay.rpc.tool_messages import options_of, turns_of
 from kvrelay.sampling import check_bad_words
 from kvrelay.text.bad_words import bad_word_ids
-from kvrelay.text.tokenizer import TextTooLong, Tokenizer
+from kvrelay.text.tokenizer import NoTokenizer, TextTooLong, Tokenizer
 from kvrelay.v1 import router_pb2
 from router.queue.quotas import QuotaHold
 from router.queue.semaphore import FairSemaphore
 
 LONG_TEXT = 2048  # bytes: from here on tokenizing takes too long for the event loop
 LONG_CHAT = 32  # messages
+MANY_TOKENS = 4096  # decoding more takes milliseconds
 THREADS = max(4, os.cpu_count() or 1)
 
 T = TypeVar("T")
@@ -93,6 +96,20 @@ class PromptTokenizer:
     def _render(self, chat: router_pb2.Chat) -> str:
         tools = options_of(chat).for_template()
         return self._tokenizer.render(turns_of(chat), chat.template_kwargs, tools)
+
+    async def decode(self, tokens: Sequence[int], hold: QuotaHold) -> str:
+        """The text of ``tokens``, special ones included; ``hold`` is told how many they are."""
+        tokenizer = self._tokenizer
+        if isinstance(tokenizer, NoTokenizer):
+            raise Rejected("tokens", "this model has no tokenizer")
+        hold.tokenized(len(tokens))
+        check_ids("tokens", tokens, tokenizer.vocab_size)
+        return await self._run(
+            hold.tenant,
+            len(tokens),
+            len(tokens) > MANY_TOKENS,
+            lambda: tokenizer.backend.decode(list(tokens), skip_special_tokens=False),
+        )
 
     async def bad_words(self, words: Sequence[str], tenant: Tenant) -> list[list[int]]:
         """The token sequences of bad words; ``Rejected`` for words that cannot be used."""

@@ -98,7 +98,7 @@ async def test_over_grpc(both: tuple[Running, httpx2.AsyncClient], model: str) -
     assert not found
 
 
-@pytest.mark.parametrize("page", ["/v1/completions", "/tokenize"])
+@pytest.mark.parametrize("page", ["/v1/completions", "/tokenize", "/detokenize"])
 async def test_a_client_that_leaves_within_its_body(page: str) -> None:
     """The exchange has what was received of it."""
     found: list[object] = []

@@ -13,6 +13,7 @@ import pytest
 from kvrelay import AsyncClient
 from kvrelay.errors import Exhausted
 from kvrelay.rpc.security import policy
+from kvrelay.rpc.security.identity import Tenant
 from kvrelay.rpc.security.options import SecurityOptions
 from kvrelay.v1 import router_pb2
 from router.generate.record import RequestRecord
@@ -20,8 +21,8 @@ from router.generate.request import InboundCall
 from router.queue.gate import HeldRequest
 from router.service import RouterService
 from tests.router.fakes import Behaviour, Running, decode_worker
-from tests.router.http.rig import SEED, door, events, expected
-from tests.router.rig import PROMPT
+from tests.router.http.rig import SEED, door, events, expected, raw
+from tests.router.rig import PROMPT, until
 from tests.secured import ALICE, BOB, SERVICE, write_credentials
 
 PAGE, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -54,6 +55,23 @@ salt = "salt-of-the-tenant-bob"
 
 def bearer(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"}
+
+
+@pytest.mark.parametrize("page", ["/tokenize", "/detokenize"])
+async def test_a_conversion_counts_before_its_body_is_read(page: str, tmp_path: Path) -> None:
+    """Against the tenant's requests, and against the memory of the router."""
+    async with tenants(tmp_path, "max-requests = 1") as (router, http):
+        _, writer = await raw(http)
+        writer.write(
+            f"POST {page} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            f"authorization: Bearer {ALICE}\r\ncontent-length: 1000000\r\n\r\n".encode()
+            + b" " * 100_000
+        )
+        await until(lambda: router.service.inbox.semaphore.held(Tenant("alice")) >= 1_000_000)
+        for key, status in ((ALICE, 429), (BOB, 400)):
+            made = await http.post(page, json={}, headers=bearer(key))
+            assert made.status_code == status, made.text
+        writer.close()
 
 
 async def test_requests_at_once_are_counted_over_both_doors(tmp_path: Path) -> None:
