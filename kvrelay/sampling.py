@@ -27,6 +27,13 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 MAX_BAD_WORD_SEQUENCES = 2 * MAX_BAD_WORDS
 MAX_BAD_WORD_TOKENS = 1024
+COUNTS: Mapping[str, tuple[int, str]] = {
+    "stop": (MAX_STOP_STRINGS, ""),
+    "stop_token_ids": (MAX_STOP_TOKEN_IDS, " ids"),
+    "logit_bias": (MAX_LOGIT_BIASES, " tokens"),
+    "bad_words": (MAX_BAD_WORDS, ""),
+}
+"""How many entries these fields may have, and what an error calls them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +107,7 @@ class Sampling:
             self.structured_output.check()
 
     def _check_bias(self, vocab_size: int) -> None:
-        most = MAX_LOGIT_BIASES
-        if len(self.logit_bias) > most:
-            raise Rejected(
-                "sampling.logit_bias", f"at most {most} tokens, got {len(self.logit_bias)}"
-            )
+        check_count("logit_bias", len(self.logit_bias))
         for token, bias in sorted(self.logit_bias.items()):
             _in_vocabulary(f"logit_bias[{token}]", token, vocab_size)
             _within(f"logit_bias[{token}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
@@ -128,22 +131,23 @@ class Sampling:
                 _in_vocabulary(f"bad_word_ids[{index}][{position}]", token, vocab_size)
 
     def _check_stops(self, vocab_size: int) -> None:
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise Rejected(
-                "sampling.stop_token_ids",
-                f"at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}",
-            )
+        check_count("stop_token_ids", len(self.stop_token_ids))
         for index, token in enumerate(self.stop_token_ids):
             _in_vocabulary(f"stop_token_ids[{index}]", token, vocab_size)
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise Rejected("sampling.stop", f"at most {MAX_STOP_STRINGS}, got {len(self.stop)}")
+        check_count("stop", len(self.stop))
         _check_texts("stop", self.stop, MAX_STOP_STRING_CHARS)
+
+
+def check_count(name: str, count: int) -> None:
+    """Raise ``Rejected`` for more entries than a field of ``COUNTS`` may have."""
+    most, unit = COUNTS[name]
+    if count > most:
+        raise Rejected(f"sampling.{name}", f"at most {most}{unit}, got {count}")
 
 
 def check_bad_words(words: Sequence[str]) -> None:
     """Raise ``Rejected`` for too many bad words, or naming the first one of a wrong length."""
-    if len(words) > MAX_BAD_WORDS:
-        raise Rejected("sampling.bad_words", f"at most {MAX_BAD_WORDS}, got {len(words)}")
+    check_count("bad_words", len(words))
     _check_texts("bad_words", words, MAX_BAD_WORD_CHARS)
 
 

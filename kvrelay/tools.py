@@ -113,8 +113,7 @@ class ToolOptions:
         """Raise ``Rejected`` naming the field that is out of bounds."""
         if self.forced and not self.tools:
             raise Rejected(CHOICE, f"{self.function or self.mode!r} needs tools: give some")
-        if len(self.tools) > MAX_TOOLS:
-            raise Rejected(FIELD, f"at most {MAX_TOOLS}, got {len(self.tools)}: offer fewer")
+        check_count(len(self.tools))
         if self.size > MAX_BYTES:
             raise Rejected(FIELD, f"{self.size} bytes, more than the limit of {MAX_BYTES}")
         names: dict[str, int] = {}
@@ -144,6 +143,12 @@ class ToolOptions:
             function["parameters"] = schema if tool.parameters else empty
             made.append({"type": "function", "function": function})
         return made
+
+
+def check_count(tools: int) -> None:
+    """Raise ``Rejected`` for more tools than a request may offer."""
+    if tools > MAX_TOOLS:
+        raise Rejected(FIELD, f"at most {MAX_TOOLS}, got {tools}: offer fewer")
 
 
 def parameters_field(index: int) -> str:

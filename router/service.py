@@ -51,7 +51,7 @@ from router.queue.gate import HeldRequest, QueueGate
 from router.queue.grammars import GrammarChecks
 from router.queue.hints import HintQueue
 from router.queue.inbox import Inbound, Inbox, Sender
-from router.queue.prompts import PromptTokenizer
+from router.queue.prompts import PromptTokenizer, TextThreads
 from router.queue.quotas import QuotaHold, Quotas
 from router.queue.reasoning import ReasoningSupport
 from router.queue.tools import ToolSupport, constrain
@@ -74,6 +74,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self.tokenizer = tokenizer
         self._prompts = PromptTokenizer(tokenizer, config.max_prompt)
         threads = self._prompts.threads
+        self.bodies = TextThreads(config.message_bytes)
         endings = eos_token_ids(config.model)
         compiler = GrammarCompiler(tokenizer, endings)
         compiler.load_ahead()
@@ -84,7 +85,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self.registry = registry
         self.quotas = Quotas(time.monotonic)
         self.latency = RequestHistograms()
-        semaphores = self.inbox.semaphore, self.inbox.small, threads.semaphore
+        inbox, bodies = self.inbox, self.bodies
+        semaphores = inbox.semaphore, inbox.small, bodies.semaphore, threads.semaphore
         self.gate = QueueGate(registry, semaphores, config, self.latency.queue.observe)
         self.placer = Placer(registry, config)
         self.hints = HintQueue(enabled=config.store is not None)

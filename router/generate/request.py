@@ -138,12 +138,17 @@ def check_request_id(text: str, field: str = "request_id") -> None:
         raise Rejected(field, f"must have 1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters")
 
 
+def check_turns(count: int) -> None:
+    """Raises ``Rejected`` for more messages than a conversation may have."""
+    if count > MAX_MESSAGES:
+        raise Rejected("chat.messages", f"at most {MAX_MESSAGES}")
+
+
 def check_tokenizable(message: router_pb2.GenerateRequest, model: str) -> None:
     """The checks of a message whose input is only tokenized; the input may be empty."""
     if message.model and message.model != model:
         raise NotFound(f"model: {message.model!r} is not served here, {model!r} is")
-    if len(message.chat.messages) > MAX_MESSAGES:
-        raise Rejected("chat.messages", f"at most {MAX_MESSAGES}")
+    check_turns(len(message.chat.messages))
 
 
 def check_envelope(message: router_pb2.GenerateRequest, model: str) -> None:

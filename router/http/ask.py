@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvrelay.errors import Rejected
 from kvrelay.rpc.protocol import RETENTIONS, structured_message
-from kvrelay.sampling import MAX_SAMPLES, MAX_TOP_LOGPROBS, SEEDS
+from kvrelay.sampling import MAX_SAMPLES, MAX_TOP_LOGPROBS, SEEDS, check_count
 from kvrelay.structured import FIELD as STRUCTURED
 from kvrelay.structured import StructuredOutput, of_mapping, of_response_format
 from kvrelay.v1 import router_pb2
@@ -269,10 +269,12 @@ def _read_sampling(fields: Fields, message: router_pb2.GenerateRequest, chat: bo
         sampling.min_tokens = least
     if fields.raw("ignore_eos") is not None:
         sampling.ignore_eos = fields.flag("ignore_eos")
+    check_count("stop_token_ids", len(fields.items("stop_token_ids", "token ids") or ()))
     sampling.stop_token_ids.extend(fields.ids("stop_token_ids") or ())
     sampling.stop.extend(_stops(fields.raw("stop")))
     if (wanted := _structured(fields)) is not None:
         try:
+            wanted.check()
             sampling.structured_output.CopyFrom(structured_message(wanted))
         except Rejected as error:
             by_format = fields.raw("response_format") is not None
@@ -283,7 +285,9 @@ def _read_sampling(fields: Fields, message: router_pb2.GenerateRequest, chat: bo
 
 def _read_biases(fields: Fields, message: router_pb2.GenerateRequest) -> None:
     biases, words = fields.table("logit_bias"), fields.items("bad_words", "strings")
-    biases = biases or Fields({})
+    biases, words = biases or Fields({}), words or ()
+    check_count("logit_bias", len(biases.names))
+    check_count("bad_words", len(words))
     for name in biases.names:
         where = f"logit_bias.{name:.20}"
         token = int(name) if name.isascii() and name.isdigit() and len(name) <= 10 else -1
@@ -292,7 +296,7 @@ def _read_biases(fields: Fields, message: router_pb2.GenerateRequest) -> None:
         if (bias := biases.number(name)) is None:
             raise wrong(where, "a number", None)
         message.sampling.logit_bias[token] = bias
-    for index, word in enumerate(words or ()):
+    for index, word in enumerate(words):
         message.sampling.bad_words.append(checked_text(f"bad_words[{index}]", word))
 
 
@@ -303,6 +307,7 @@ def _stops(value: object) -> Sequence[str]:
         case str():
             return (checked_text("stop", value),)
         case list():
+            check_count("stop", len(value))
             return [checked_text(f"stop[{index}]", one) for index, one in enumerate(value)]
     raise wrong("stop", "a string, or a list of strings", value)
 

@@ -14,6 +14,7 @@ from router.generate.record import Door, RequestRecord
 from router.generate.request import InboundCall
 from router.placement.placer import Placer
 from router.queue.gate import HeldRequest
+from router.queue.prompts import TextThreads
 from router.queue.quotas import QuotaHold
 from router.workers.registry import Registry
 
@@ -27,6 +28,7 @@ class Backend(Protocol):
     tokenizer: Tokenizer
     registry: Registry
     placer: Placer
+    bodies: TextThreads
 
     def counted(
         self, tenant: Tenant, door: Door, peer: str

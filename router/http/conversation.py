@@ -7,7 +7,9 @@ from collections.abc import Mapping
 
 from kvrelay.errors import Rejected
 from kvrelay.rpc.tool_messages import set_calls, set_tools
+from kvrelay.tools import check_count
 from kvrelay.v1 import router_pb2
+from router.generate.request import check_turns
 from router.http.fields import Fields, checked_text, shown, wrong
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -36,6 +38,7 @@ def read_messages(fields: Fields, chat: router_pb2.Chat) -> None:
     turns = fields.items("messages", "messages")
     if turns is None:
         raise Rejected("messages", "missing: give the conversation")
+    check_turns(len(turns))
     chat.SetInParent()
     for index, turn in enumerate(turns):
         where = f"messages[{index}]"
@@ -45,6 +48,8 @@ def read_messages(fields: Fields, chat: router_pb2.Chat) -> None:
             case _:
                 raise wrong(where, "an object with role and content", turn)
     offered = [fields.raw(name) for name in TOOLS]
+    if isinstance(offered[0], list):
+        check_count(len(offered[0]))
     set_tools(chat, *offered)
     _note_tools(fields, offered[0])
     arguments = fields.raw("chat_template_kwargs")

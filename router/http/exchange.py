@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import TypeAlias, cast
+from typing import TypeAlias, TypeVar, cast
 
 from starlette.types import Receive, Scope, Send
 
@@ -23,10 +23,16 @@ from kvrelay.rpc.server.connections import network_of
 from router.generate.request import check_request_id, is_request_id
 from router.http.connections import EXTENSION, BoundedProtocol, HttpLimits
 from router.http.errors import Headers, HttpRefusal, body_of, headers_of, status_of
+from router.http.fields import parse_object
 from router.http.shapes import DONE, dump
 from router.queue.inbox import SMALL_BYTES, Sender
+from router.queue.prompts import TextThreads
 
+T = TypeVar("T")
 JsonObject: TypeAlias = Mapping[str, object]
+
+LONG_BODY = 8 << 10
+"""Bytes: to read the values of a longer one may take milliseconds (0.3 us for a byte)."""
 
 QUIET_SECONDS = 15.0
 """Without an event for so long, a stream sends a comment: what stands in between would close it."""
@@ -190,8 +196,20 @@ class Exchange:
         """A part of the path, as the route names it."""
         return str(self._scope["path_params"][name])
 
-    async def body(self) -> bytes:
-        """The whole body. Raises ``HttpRefusal`` if it is too large, or late."""
+    async def read(
+        self, threads: TextThreads, tenant: Tenant, reader: Callable[[JsonObject], T]
+    ) -> T:
+        """What ``reader`` makes of the object in the body; of a long one in a thread.
+
+        Raises ``HttpRefusal`` if the body is too large, or late.
+        """
+        raw = await self._whole_body()
+        if len(raw) <= LONG_BODY:
+            return reader(parse_object(raw))
+        holder = self.sender(tenant).holder
+        return await threads.run(holder, len(raw), lambda: reader(parse_object(raw)))
+
+    async def _whole_body(self) -> bytes:
         self._wanted.set()
         await self._arrived(self._complete)
         if self._overflow:

@@ -8,15 +8,17 @@ from contextlib import asynccontextmanager
 
 from kvrelay.errors import NotFound, Rejected, Unavailable
 from kvrelay.rpc.deadline import Deadline
+from kvrelay.rpc.security.identity import Tenant
 from kvrelay.v1 import router_pb2, types_pb2
 from router.generate.request import InboundCall
 from router.http.access import Access
 from router.http.ask import check_rest, read_input
 from router.http.backend import Backend
-from router.http.exchange import Exchange
-from router.http.fields import Fields, parse_object
+from router.http.exchange import Exchange, JsonObject
+from router.http.fields import Fields
 from router.http.shapes import Json
-from router.queue.inbox import Inbound, Read
+from router.queue.inbox import Inbound
+from router.queue.prompts import MANY_TOKENS
 from router.workers.candidate import longest
 
 METRICS = b"text/plain; version=0.0.4; charset=utf-8"
@@ -61,9 +63,9 @@ class Pages:
         """The token ids of a prompt, or of a conversation as the chat template renders it."""
         strings = False
 
-        async def read() -> Inbound:
+        def inbound_of(body: JsonObject) -> Inbound:
             nonlocal strings
-            fields, message = await self._fields(exchange), router_pb2.GenerateRequest()
+            fields, message = Fields(body), router_pb2.GenerateRequest()
             message.model = fields.text("model") or ""
             read_input(fields, message, fields.raw("messages") is not None)
             if not (message.HasField("prompt") or message.HasField("chat")):
@@ -72,21 +74,21 @@ class Pages:
             check_rest(fields, self._backend.config.strict_fields)
             return Inbound(message=message)
 
-        async with self._called(exchange, read) as call:
+        async with self._called(exchange, inbound_of) as call:
             tokens = await self._backend.tokenize(call)
             answer: Json = {
                 "count": len(tokens),
                 "max_model_len": self._longest(),
                 "tokens": list(tokens),
-                "token_strs": self._strings(tokens) if strings else None,
+                "token_strs": await self._strings(tokens, call.tenant) if strings else None,
             }
             await exchange.reply(answer)
 
     async def detokenize(self, exchange: Exchange) -> None:
         """The text of token ids, special tokens included."""
 
-        async def read() -> Inbound:
-            fields, message = await self._fields(exchange), router_pb2.GenerateRequest()
+        def inbound_of(body: JsonObject) -> Inbound:
+            fields, message = Fields(body), router_pb2.GenerateRequest()
             message.model = fields.text("model") or ""
             tokens = fields.ids("tokens")
             check_rest(fields, self._backend.config.strict_fields)
@@ -95,22 +97,32 @@ class Pages:
             message.token_ids.ids.extend(tokens)
             return Inbound(message=message)
 
-        async with self._called(exchange, read) as call:
+        async with self._called(exchange, inbound_of) as call:
             await exchange.reply({"prompt": await self._backend.detokenize(call)})
 
     @asynccontextmanager
-    async def _called(self, exchange: Exchange, read: Read) -> AsyncIterator[InboundCall]:
+    async def _called(
+        self, exchange: Exchange, inbound_of: Callable[[JsonObject], Inbound]
+    ) -> AsyncIterator[InboundCall]:
         with self._access.admitted(exchange.headers) as caller:
             exchange.check()
             async with exchange.attended():
-                deadline = Deadline.after(self._backend.config.timeout)
-                yield InboundCall(exchange.sender(caller.tenant), deadline, read)
+                deadline, tenant = Deadline.after(self._backend.config.timeout), caller.tenant
 
-    async def _fields(self, exchange: Exchange) -> Fields:
-        return Fields(parse_object(await exchange.body()))
+                async def read() -> Inbound:
+                    return await exchange.read(self._backend.bodies, tenant, inbound_of)
 
-    def _strings(self, tokens: Sequence[int]) -> list[str | None]:
-        return [self._backend.tokenizer.backend.id_to_token(token) for token in tokens]
+                yield InboundCall(exchange.sender(tenant), deadline, read)
+
+    async def _strings(self, tokens: Sequence[int], tenant: Tenant) -> list[str | None]:
+        """The name of each token in the vocabulary."""
+        backend = self._backend.tokenizer.backend
+
+        def named() -> list[str | None]:
+            return [backend.id_to_token(token) for token in tokens]
+
+        long = len(tokens) > MANY_TOKENS
+        return await self._backend.bodies.run(tenant, len(tokens), named) if long else named()
 
     def _check_model(self, name: str) -> None:
         known = self._backend.config.model_name

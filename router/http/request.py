@@ -25,8 +25,7 @@ from router.http.answer import Answer
 from router.http.ask import AnswerForm, Ask, constraint_name, read_ask
 from router.http.backend import Backend, Responses
 from router.http.errors import name_of
-from router.http.exchange import Exchange
-from router.http.fields import parse_object
+from router.http.exchange import Exchange, JsonObject
 from router.http.resume import (
     HEADER,
     Resumption,
@@ -123,12 +122,10 @@ class HttpRequest:
 
     async def _read(self) -> Inbound:
         """The first prompt's message, once all others are accepted."""
-        exchange, config = self._exchange, self._backend.config
-        values = parse_object(await exchange.body())
-        ask = read_ask(values, self._chat, exchange.request_id, config.strict_fields)
+        exchange = self._exchange
+        ask, self._body = await exchange.read(self._backend.bodies, self._tenant, self._ask_of)
         self._form = ask.form
         self._check_places(ask)
-        self._body = request_digest(ask.messages, self._tenant.name)
         self._cache_salt = ask.cache_salt
         if (given := exchange.headers.get(HEADER)) is not None:
             if not ask.form.stream:
@@ -158,6 +155,12 @@ class HttpRequest:
         if others:
             await asyncio.wait([call.accepted for call in self._calls[1:]])
         return first
+
+    def _ask_of(self, body: JsonObject) -> tuple[Ask, bytes]:
+        """The request of a body, and its digest."""
+        strict = self._backend.config.strict_fields
+        ask = read_ask(body, self._chat, self._exchange.request_id, strict)
+        return ask, request_digest(ask.messages, self._tenant.name)
 
     def _check_places(self, ask: Ask) -> None:
         """Each choice counts as a request: refuse more than there may ever be."""

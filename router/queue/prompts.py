@@ -46,7 +46,10 @@ class TextThreads:
         await self.semaphore.acquire(tenant, units)
         running = asyncio.ensure_future(asyncio.to_thread(work))
         running.add_done_callback(lambda done: self._finished(tenant, units, done))
-        return await asyncio.shield(running)
+        try:
+            return await asyncio.shield(running)
+        finally:
+            del running  # an error that it raised has this frame
 
     def _finished(self, tenant: Tenant, units: int, done: asyncio.Future[T]) -> None:
         self.semaphore.release(tenant, units)

@@ -36,6 +36,7 @@ BODIES: dict[str, tuple[int, dict[str, object]]] = {
     "wrong field": (400, {"prompt": PROMPT, "top_p": 7}),
     "one of two prompts too long": (400, {"prompt": [PROMPT, [1] * 9000]}),
     "another model": (404, {"prompt": PROMPT, "model": "another"}),
+    "a wrong id after thousands": (400, {"prompt": [1] * 5000 + [-1]}),
     "long text": (400, {"prompt": "word " * 500_000}),
 }
 
