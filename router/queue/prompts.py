@@ -18,6 +18,7 @@ from kvrelay.rpc.tool_messages import options_of, turns_of
 from kvrelay.sampling import check_bad_words
 from kvrelay.text.bad_words import bad_word_ids
 from kvrelay.text.tokenizer import NoTokenizer, TextTooLong, Tokenizer
+from kvrelay.tools import FIELD
 from kvrelay.v1 import router_pb2
 from router.queue.quotas import QuotaHold
 from router.queue.semaphore import FairSemaphore
@@ -77,7 +78,7 @@ class PromptTokenizer:
         tokenizer, chat = self._tokenizer, message.HasField("chat")
         try:
             text = await self._rendered(message, hold.tenant) if chat else message.prompt
-            size = tokenizer.check_size(text, "chat" if chat else "prompt", positions)
+            size = tokenizer.check_size(text, _longest_field(message), positions)
         except TextTooLong:
             hold.tokenized(positions)
             raise
@@ -125,3 +126,11 @@ class PromptTokenizer:
 
     async def _run(self, tenant: Tenant, size: int, long: bool, work: Callable[[], T]) -> T:
         return await self.threads.run(tenant, size, work) if long else work()
+
+
+def _longest_field(message: router_pb2.GenerateRequest) -> str:
+    """The field that makes most of a prompt's text."""
+    if not message.HasField("chat"):
+        return "prompt"
+    tools = sum(tool.ByteSize() for tool in message.chat.tools)
+    return FIELD if tools > message.chat.ByteSize() - tools else "chat"

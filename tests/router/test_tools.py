@@ -324,6 +324,11 @@ WRONG: dict[str, tuple[dict[str, object], str, str]] = {
         "tools",
         "300001 bytes, more than the limit of 262144",
     ),
+    "longer than the model": (
+        function(description="x" * 200_000),
+        "tools",
+        "positions of the largest worker hold",
+    ),
     "name": (function(name="a b"), "tools[0].function.name", "letters, digits, _ and -"),
     "name number": (function(name=3), "tools[0].function.name", "must be text, got 3"),
     "twice": ({"tools": [ADD, ADD]}, "tools[1].function.name", "'add' is tools[0] too"),
