@@ -67,7 +67,10 @@ class Pages:
             nonlocal strings
             fields, message = Fields(body), router_pb2.GenerateRequest()
             message.model = fields.text("model") or ""
-            read_input(fields, message, fields.raw("messages") is not None)
+            chat = fields.raw("messages") is not None
+            if chat and fields.raw("prompt") is not None:
+                raise Rejected("messages", "prompt is given too: leave one out")
+            read_input(fields, message, chat)
             if not (message.HasField("prompt") or message.HasField("chat")):
                 raise Rejected("prompt", "must be one text")
             strings = fields.flag("return_token_strs")

@@ -12,6 +12,8 @@ from tests.router.fakes import answer, decode_worker, text_of, tokenizer
 from tests.router.http.rig import SEED, door, expected
 from tests.router.rig import PROMPT
 
+TURN = {"role": "user", "content": "x"}
+
 
 async def test_tokens_of_a_text_and_back() -> None:
     ids = tokenizer().encode("Hello, wörld")
@@ -40,6 +42,7 @@ async def test_tokens_of_a_text_and_back() -> None:
         ("tokenize", {}, 400, "prompt"),
         ("tokenize", {"prompt": [1]}, 400, "prompt"),
         ("tokenize", {"messages": []}, 400, "messages"),
+        ("tokenize", {"prompt": "x", "messages": [TURN]}, 400, "messages"),
         ("tokenize", {"prompt": "x", "add_special_tokens": False}, 400, "add_special_tokens"),
         ("tokenize", {"prompt": "x", "model": "other"}, 404, None),
         ("detokenize", {}, 400, "tokens"),
