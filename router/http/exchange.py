@@ -50,6 +50,10 @@ TRACE = "traceparent"
 _TRACE = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?P<trace>(?!0{32})[0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}.*"
 )
+_JSON = re.compile(
+    r"\s*application/json\s*(;(?!\s*charset\s*=)[^;]*|;\s*charset\s*=\s*\"?utf-?8\"?\s*)*",
+    re.IGNORECASE,
+)
 _EVENTS: Headers = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -134,13 +138,13 @@ class Exchange:
             )
         if (self._told_length() or 0) > self._limits.body_bytes:
             raise self._too_large()
-        kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
+        told = self.headers.get("content-type", "")
+        if _JSON.fullmatch(told) is None:
             raise HttpRefusal(
                 415,
                 "unsupported_media_type",
                 "content-type",
-                f"must be application/json, got {kind!r:.80}",
+                f"must be application/json in UTF-8, got {told!r:.80}",
             )
 
     @asynccontextmanager
