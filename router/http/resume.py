@@ -3,9 +3,9 @@
 An id is ``POSITIONS-TOKEN-SUM``: output tokens received of each choice, empty before its first
 event, after ``h`` the cached tokens of the prompt of which it is the first choice, with ``e`` once
 its finish reason was received, and a last ``u`` once the usage was; what identifies the stream; and
-a checksum of both. The token binds the tenant, the request's body, its seed, the prompt's tokens,
-and the weights with their numeric profile. It holds no output: a client that sends only the id lets
-the router generate these tokens again, which are the same ones.
+a checksum of both. The token binds the tenant, the fields of the body that decide the tokens, the
+seed, the prompt's tokens, and the weights with their numeric profile. It holds no output: a client
+that sends only the id lets the router generate these tokens again, which are the same ones.
 """
 
 from __future__ import annotations
