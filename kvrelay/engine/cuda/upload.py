@@ -52,9 +52,12 @@ class StepUpload:
         ]
 
     def _make(self, words: int) -> None:
+        """All or nothing: memory may run out at any of the buffers."""
+        there = torch.empty(words, dtype=torch.int32, device=self._device)
+        turns = [_Pinned(words, self._device) for _ in range(_TURNS)]
+        self._there = there
+        self._turns = turns
         self._size = words
-        self._there = torch.empty(words, dtype=torch.int32, device=self._device)
-        self._turns = [_Pinned(words, self._device) for _ in range(_TURNS)]
 
 
 def _sizes(parts: Sequence[NDArray[np.int32]]) -> list[int]:

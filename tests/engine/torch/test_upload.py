@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 import torch
 
 from kvrelay.engine.cuda.upload import ALIGNED, StepUpload
@@ -30,3 +31,30 @@ def test_the_device_buffer_stays_while_it_is_large_enough() -> None:
     upload = StepUpload(torch.device("cpu"))
     places = {upload.send([np.arange(n, dtype=np.int32)])[0].data_ptr() for n in (5, 900, 7)}
     assert len(places) == 1
+
+
+@pytest.mark.parametrize("allocation", [0, 1, 2])
+@pytest.mark.parametrize("sent", [[], [5]])
+def test_after_an_allocation_that_failed(
+    monkeypatch: pytest.MonkeyPatch, allocation: int, sent: list[int]
+) -> None:
+    """The device's buffer or one of the pinned ones: the next steps of any size are sent."""
+    upload = StepUpload(torch.device("cpu"))
+    for words in sent:
+        upload.send([np.arange(words, dtype=np.int32)])
+    own, before = torch.empty, [None] * allocation
+
+    def empty(*size: int, **named: object) -> torch.Tensor:
+        if not before:
+            raise torch.OutOfMemoryError
+        before.pop()
+        made: torch.Tensor = own(*size, **named)  # type: ignore[call-overload]
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", empty)
+        with pytest.raises(torch.OutOfMemoryError):
+            upload.send([np.arange(30_000, dtype=np.int32)])
+    for words in (9, 20_000, 30_000, 7, 31_000, 70_000):
+        (found,) = upload.send([np.arange(words, dtype=np.int32)])
+        assert np.array_equal(found.numpy(), np.arange(words))
