@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from kvrelay.config.reader import load
 from kvrelay.errors import Rejected, Unservable
+from kvrelay.process.gpus import show_one
 from kvrelay.worker.config import WorkerConfig
 
 SERVABLE = "the model can be served"
@@ -40,11 +41,12 @@ def _check(config: WorkerConfig) -> None:
 
         check_vllm(config)
         return
+    asked = show_one(config.device)
     from kvrelay.engine.attention.choice import choose_attention, least_block_size
     from kvrelay.engine.attention.pool import KVPool, PoolShape
     from kvrelay.engine.model.loading import check_model
 
-    device, dtype = check_model(config.model, config.dtype, config.device, config.max_model_len)
+    device, dtype = check_model(config.model, config.dtype, asked, config.max_model_len)
     if (name := config.attention_backend) != "auto":
         any_model = PoolShape(1, 1, least_block_size(name), 1, 64, dtype)
         choose_attention(name, KVPool(any_model, device))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvrelay.block.namespace import Namespace
 from kvrelay.engine.core.updates import Admitted, Ended
 from kvrelay.engine.engine import Deliver, EngineOptions
 from kvrelay.errors import Mismatch
 from kvrelay.process import logs
+from kvrelay.process.gpus import show_one
 from kvrelay.rpc import tracing
 from kvrelay.rpc.protocol import NAMES, PROTOCOL, Role
 from kvrelay.rpc.security.credentials import Credentials
@@ -200,6 +201,7 @@ def open_engine(
         from kvrelay.worker.engines.vllm import open_vllm
 
         return open_vllm(config, credentials, deliver, options)
+    config = replace(config, device=show_one(config.device))
     from kvrelay.worker.engines.native import open_native
 
     return open_native(config, credentials, deliver, options)

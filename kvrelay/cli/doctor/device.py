@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,9 +13,11 @@ from kvrelay.cli.doctor.machine import version_of
 from kvrelay.cli.screen import paint, print_out
 from kvrelay.cluster.config import SHIPPED_MODEL
 from kvrelay.engine.kernels import kernels
-from kvrelay.engine.model.loading import load_model
-from kvrelay.engine.self_test import SelfTest, self_test
 from kvrelay.errors import Unservable
+from kvrelay.process.gpus import show_one
+
+if TYPE_CHECKING:
+    from kvrelay.engine.self_test import SelfTest
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _PACKAGES = ("kvrelay", "torch", "triton", "flash_attn")
@@ -24,7 +27,11 @@ _MARKS = {True: ("+", "green"), False: ("!", "red"), None: (" ", "blue")}
 def show_device(device: str, as_json: bool) -> int:
     """Print every check; 1 if one does not hold, or the device cannot be used."""
     try:
-        model = load_model(SHIPPED_MODEL, "bfloat16", device, attention_backend="sdpa")
+        shown = show_one(device)
+        from kvrelay.engine.model.loading import load_model  # imports transformers
+        from kvrelay.engine.self_test import self_test
+
+        model = load_model(SHIPPED_MODEL, "bfloat16", shown, attention_backend="sdpa")
     except Unservable as error:
         if not as_json:
             raise

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from kvrelay.errors import Unservable
+from kvrelay.process.gpus import VISIBLE
 
 log = logging.getLogger(__name__)
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 CONTAINER = "NVIDIA_VISIBLE_DEVICES"
 """Set by NVIDIA's container runtime and images."""
 
@@ -20,26 +20,22 @@ _DEVICES = Path("/dev")
 
 
 def open_device(asked: str) -> torch.device:
-    """The device of "cpu", "cuda" or "cuda:N"; for "auto" a GPU where torch can use one.
+    """The device of "cpu" or "cuda"; for "auto" a GPU where torch can use one.
 
-    "cuda:N" is one of the devices that are visible; from then on this process sees no other, so its
-    threads and libraries cannot choose another. Raises ``Unservable`` if the device is not there.
-    "auto" raises it if torch cannot use a GPU that this container was given, or that is here beside
-    a torch for CUDA. Otherwise the service would compute on the CPU, and nobody would notice.
+    For "cuda:N" see ``process.gpus``. Raises ``Unservable`` if the device is not there. "auto"
+    raises it if torch cannot use a GPU that this container was given, or that is here beside a
+    torch for CUDA. Otherwise the service would compute on the CPU, and nobody would notice.
     """
-    kind, colon, number = asked.partition(":")
-    numbered = kind == "cuda" and number.isascii() and number.isdigit()
-    if kind not in ("auto", "cpu", "cuda") or (colon and not numbered):
-        raise Unservable(f"device {asked!r}: must be auto, cpu, cuda or cuda:N")
-    if number:
-        _show_only(int(number))
-    if kind == "cpu":
+    if asked not in ("auto", "cpu", "cuda"):
+        raise Unservable(f"device {asked!r}: must be auto, cpu or cuda")
+    if asked == "cpu":
         return torch.device("cpu")
     if torch.cuda.is_available():
         _round_products_once()
         return torch.device("cuda")
-    if kind == "cuda":
-        raise Unservable(f"device {asked}: no CUDA device is available to this torch{_why()}")
+    if asked == "cuda":
+        shown = f" with {VISIBLE}={os.environ[VISIBLE]}" if VISIBLE in os.environ else ""
+        raise Unservable(f"device cuda: no CUDA device is available to this torch{shown}{_why()}")
     given = os.environ.get(CONTAINER, "") not in ("", "void", "none")
     signs = [f"{CONTAINER}={os.environ[CONTAINER]}"] if given else []
     if os.environ.get(VISIBLE) not in ("", "-1"):
@@ -62,17 +58,6 @@ def _round_products_once() -> None:
     products.allow_tf32 = False
     products.allow_bf16_reduced_precision_reduction = False
     products.allow_fp16_reduced_precision_reduction = False
-
-
-def _show_only(number: int) -> None:
-    """Hide all other devices from this process. CUDA reads the variable when it is first used."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        raise Unservable(f"device cuda:{number}: CUDA is in use already in this process")
-    shown = os.environ.get(VISIBLE)
-    names = [str(number)] if shown is None else [name.strip() for name in shown.split(",")]
-    if shown is not None and number >= len(names):
-        raise Unservable(f"device cuda:{number}: {VISIBLE} shows {shown!r} alone")
-    os.environ[VISIBLE] = names[0 if shown is None else number]
 
 
 def _why() -> str:

@@ -101,8 +101,8 @@ def load_model(
     """Load from a directory with ``config.json`` and ``*.safetensors`` (sharded or not).
 
     ``dtype`` is "float32", "bfloat16", "float16" or "auto" (the config's own); ``device`` "cpu",
-    "cuda", "cuda:N" or "auto". The model is tested with ``attention_backend``. Raises
-    ``Unservable`` with all reasons if it cannot be served exactly.
+    "cuda" or "auto". The model is tested with ``attention_backend``. Raises ``Unservable`` with all
+    reasons if it cannot be served exactly.
     """
     directory = Path(path)
     limit_onednn()

@@ -20,6 +20,7 @@ from kvrelay.engine.kernels import kernels
 from kvrelay.engine.model import device
 from kvrelay.engine.model.device import open_device
 from kvrelay.errors import Rejected, Unservable
+from kvrelay.process.gpus import VISIBLE, show_one
 from kvrelay.worker.config import WorkerConfig
 
 
@@ -28,10 +29,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, bool]:
     """A machine whose GPU, and whose torch, are as the test says."""
     seen = {"available": False}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: seen["available"])
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(device, "_DEVICES", tmp_path)
-    for name in (device.VISIBLE, device.CONTAINER):
-        monkeypatch.delenv(name, raising=False)
+    for name in (VISIBLE, device.CONTAINER):
+        monkeypatch.setenv(name, "")  # and restored afterwards
+        monkeypatch.delenv(name)
     return seen
 
 
@@ -59,7 +60,7 @@ def test_auto_is_loud_where_a_gpu_cannot_be_used(
     with pytest.raises(Unservable, match=r"nvidia0\), and this torch cannot.*driver.*--device cpu"):
         open_device("auto")
     assert open_device("cpu").type == "cpu"
-    monkeypatch.setenv(device.VISIBLE, "")  # hidden on purpose
+    monkeypatch.setenv(VISIBLE, "")  # hidden on purpose
     assert open_device("auto").type == "cpu"
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setenv(device.CONTAINER, "all")
@@ -86,10 +87,7 @@ def test_products_are_summed_in_float32(gpu: dict[str, bool]) -> None:
 
 
 def test_no_import_asks_the_driver() -> None:
-    """It reads CUDA_VISIBLE_DEVICES when it is first asked, and is lost in a fork afterwards.
-
-    A fork server imports what a worker does, and ``--device cuda:N`` hides GPUs after the imports.
-    """
+    """It is lost in a fork afterwards, and a fork server imports what a worker does."""
     program = """if True:
         import sys
         import torch
@@ -108,6 +106,55 @@ def test_no_import_asks_the_driver() -> None:
         [sys.executable, "-c", program, SHIPPED_MODEL], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("module", "flags"),
+    [
+        ("prefill_service", ("--model", SHIPPED_MODEL)),
+        ("kvrelay.worker.check", ("--model", SHIPPED_MODEL)),
+        ("kvrelay", ("doctor",)),
+    ],
+)
+def test_others_are_hidden_before_the_driver_is_asked(
+    tmp_path: Path, module: str, flags: tuple[str, ...]
+) -> None:
+    """It reads CUDA_VISIBLE_DEVICES once. With flash_attn, `transformers` asks it when imported."""
+    (tmp_path / "flash_attn.py").touch()
+    about = tmp_path / "flash_attn-2.8.3.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.8.3\n")
+    (about / "RECORD").write_text("flash_attn.py,,\n")
+    program = """if True:
+        import os, runpy, sys, traceback
+        import torch
+
+        asked = []
+        def ask(*given):
+            importing = any("transformers" in frame.filename for frame in traceback.extract_stack())
+            asked.append((importing, os.environ.get("CUDA_VISIBLE_DEVICES")))
+            return 0
+        for name in ("is_available", "device_count", "_lazy_init", "get_device_capability"):
+            setattr(torch.cuda, name, ask)
+        del sys.argv[0]
+        try:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        except SystemExit:
+            print("asked", *asked[0])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", program, module, *flags, "--device", "cuda:1"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+            VISIBLE: "5, GPU-1f3a",
+        },
+    )
+    assert "no CUDA device is available" in done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "asked True GPU-1f3a"
 
 
 @pytest.mark.parametrize(
@@ -149,17 +196,18 @@ def test_a_numeric_profile_names_the_whole_gpu(monkeypatch: pytest.MonkeyPatch) 
 
 def test_one_of_several(gpu: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """The process sees that one alone; the number counts those that it saw before."""
-    gpu["available"] = True
-    assert open_device("cuda:2") == torch.device("cuda")
-    assert os.environ[device.VISIBLE] == "2"
-    monkeypatch.setenv(device.VISIBLE, "5,GPU-1f3a")
-    assert open_device("cuda:1").type == "cuda"
-    assert os.environ[device.VISIBLE] == "GPU-1f3a"
+    for name in ("auto", "cpu", "cuda"):
+        assert show_one(name) == name
+    assert VISIBLE not in os.environ
+    assert show_one("cuda:2") == "cuda"
+    assert os.environ[VISIBLE] == "2"
+    monkeypatch.setenv(VISIBLE, "5, GPU-1f3a")
+    assert show_one("cuda:1") == "cuda"
+    assert os.environ[VISIBLE] == "GPU-1f3a"
     with pytest.raises(Unservable, match="cuda:1: CUDA_VISIBLE_DEVICES shows 'GPU-1f3a' alone"):
-        open_device("cuda:1")
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(Unservable, match="in use already"):
-        open_device("cuda:0")
+        show_one("cuda:1")
+    with pytest.raises(Unservable, match=r"this torch with CUDA_VISIBLE_DEVICES=GPU-1f3a: torch"):
+        open_device("cuda")
 
 
 def test_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +256,7 @@ def test_torch_still_stays_on_the_stream_of_a_failed_capture() -> None:
 @pytest.mark.parametrize("name", ["tpu", "cpu:0", "cuda:", "cuda:x", "cuda:-1", "auto:1"])
 def test_other_names(gpu: dict[str, bool], name: str) -> None:
     gpu["available"] = True
-    with pytest.raises(Unservable, match="must be auto, cpu, cuda or cuda:N"):
+    with pytest.raises(Unservable, match="must be auto, cpu or cuda"):
         open_device(name)
     with pytest.raises(Rejected, match="choose one of auto, cpu, cuda, cuda:N"):
         _configured(name)

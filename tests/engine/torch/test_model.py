@@ -273,7 +273,7 @@ def test_options_are_checked(tmp_path: Path) -> None:
     path = tiny_model("llama", tmp_path / "m")
     with pytest.raises(Unservable, match="dtype int8"):
         load_model(path, dtype="int8")
-    with pytest.raises(Unservable, match="must be auto, cpu, cuda or cuda:N"):
+    with pytest.raises(Unservable, match="must be auto, cpu or cuda"):
         load_model(path, device="tpu")
     with pytest.raises(Unservable, match="exceeds the model's own limit of 1024"):
         load_model(path, max_model_len=1025)
