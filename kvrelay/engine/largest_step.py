@@ -7,9 +7,9 @@ memory allows; their block tables repeat one block, so they need no memory.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 
@@ -115,7 +115,7 @@ def _peak(
 
 
 def largest_steps(bounds: StepBounds, room: int) -> Iterator[list[Work]]:
-    """Three steps. Every request samples; ``room``: the most positions of a pool.
+    """Three steps. Every request samples, with a grammar; ``room``: the most positions of a pool.
 
     The first has prompt chunks, one of them with the longest context. The second has decode rows,
     one of them so, and a chunk: the rows' memory may follow their number times the longest context.
@@ -137,4 +137,15 @@ def largest_steps(bounds: StepBounds, room: int) -> Iterator[list[Work]]:
 def _work(end: int, count: int, bounds: StepBounds) -> Work:
     """The last ``count`` of ``end`` positions."""
     blocks = [0] * -(end // -bounds.block_size)
-    return Work([0] * end, end - count, count, blocks, end, _SAMPLING)
+    return Work([0] * end, end - count, count, blocks, end, _SAMPLING, _FewTokens())
+
+
+class _FewTokens:
+    """A grammar of the first eight tokens: a mask takes memory, whatever it allows."""
+
+    def follow(self, tokens: Sequence[int], first: int, last: int) -> None:
+        pass
+
+    @classmethod
+    def masks(cls, grammars: Sequence[Self], threads: int) -> tuple[bytes, Sequence[None]]:
+        return b"\xff" * len(grammars), [None] * len(grammars)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeGuard
 
+import numpy as np
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -16,6 +17,7 @@ from kvrelay.engine.core.updates import Work
 from kvrelay.engine.largest_step import StepBounds, largest_steps
 from kvrelay.engine.model.loading import LoadedModel, load_model
 from kvrelay.engine.runner import Runner
+from kvrelay.engine.sampling.masks import MaskThread
 from kvrelay.engine.step_down import Way
 from kvrelay.errors import Unservable
 from kvrelay.sampling import Sampling
@@ -166,6 +168,12 @@ def test_steps_are_the_largest_there_can_be(
     for works in (prompts, mixed, rows):
         assert len(works) == several
         assert all(work.sampling is not None for work in works)
+        with MaskThread(20).computing(works) as masks:
+            made = masks()
+        assert made is not None, "no request has a grammar"
+        assert made.rows == tuple(range(several))
+        assert not made.errors
+        assert np.array_equal(made.forbidden, [[token > 7 for token in range(20)]] * several)
         for work in works:
             end = work.start + work.count
             assert end <= length
