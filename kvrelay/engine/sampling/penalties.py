@@ -50,23 +50,24 @@ class Adjustments:
     taken from ``counted`` ones, and ``forbidden`` ones become impossible, in this order.
     """
 
-    biased: NDArray[np.int32]
+    biased: NDArray[np.int64]
     biases: NDArray[np.float32]
-    repeated: NDArray[np.int32]
+    repeated: NDArray[np.int64]
     factors: NDArray[np.float32]
-    counted: NDArray[np.int32]
+    counted: NDArray[np.int64]
     amounts: NDArray[np.float32]
-    forbidden: NDArray[np.int32]
+    forbidden: NDArray[np.int64]
 
     @property
     def words(self) -> tuple[NDArray[np.int32], ...]:
-        """All as 32-bit words, for ``adjust``."""
-        return (
-            *(self.biased, self.biases.view(np.int32)),
-            *(self.repeated, self.factors.view(np.int32)),
-            *(self.counted, self.amounts.view(np.int32)),
+        """All as 32-bit words, for ``adjust``: a place is two of them."""
+        parts = (
+            *(self.biased, self.biases),
+            *(self.repeated, self.factors),
+            *(self.counted, self.amounts),
             self.forbidden,
         )
+        return tuple(part.view(np.int32) for part in parts)
 
 
 def adjust(logits: torch.Tensor, words: Sequence[torch.Tensor]) -> None:
@@ -74,17 +75,17 @@ def adjust(logits: torch.Tensor, words: Sequence[torch.Tensor]) -> None:
     biased, biases, repeated, factors, counted, amounts, forbidden = words
     flat = logits.view(-1)
     if biased.numel():
-        at = biased.long()
+        at = biased.view(torch.int64)
         flat[at] = flat[at] + biases.view(torch.float32)
     if repeated.numel():
-        at, factor = repeated.long(), factors.view(torch.float32)
+        at, factor = repeated.view(torch.int64), factors.view(torch.float32)
         picked = flat[at]
         flat[at] = torch.where(picked > 0, picked / factor, picked * factor)
     if counted.numel():
-        at = counted.long()
+        at = counted.view(torch.int64)
         flat[at] = flat[at] - amounts.view(torch.float32)
     if forbidden.numel():
-        flat.index_fill_(0, forbidden.long(), -torch.inf)
+        flat.index_fill_(0, forbidden.view(torch.int64), -torch.inf)
 
 
 def adjustments(rows: Sequence[Row], size: int) -> Adjustments:
@@ -108,7 +109,7 @@ def adjustments(rows: Sequence[Row], size: int) -> Adjustments:
             counted.add(row, made, each + np.float32(sampling.presence_penalty))
         forbidden += [row * size + token for token in _forbidden(work, sampling) if token < size]
     return Adjustments(
-        *biased.joined(), *repeated.joined(), *counted.joined(), np.array(forbidden, np.int32)
+        *biased.joined(), *repeated.joined(), *counted.joined(), np.array(forbidden, np.int64)
     )
 
 
@@ -117,14 +118,14 @@ class _Places:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._places: list[NDArray[np.int32]] = [np.empty(0, np.int32)]
+        self._places: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
         self._numbers: list[NDArray[np.float32]] = [np.empty(0, np.float32)]
 
     def add(self, row: int, tokens: NDArray[np.int64], numbers: NDArray[np.float32]) -> None:
-        self._places.append((row * self._size + tokens).astype(np.int32))
+        self._places.append(row * self._size + tokens)
         self._numbers.append(numbers)
 
-    def joined(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    def joined(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         return np.concatenate(self._places), np.concatenate(self._numbers)
 
 

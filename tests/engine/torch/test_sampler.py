@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from kvrelay.engine.core.updates import Work
+from kvrelay.engine.sampling.penalties import adjust, adjustments
 from kvrelay.engine.sampling.philox import uniform
 from kvrelay.engine.sampling.sampler import sample
 from kvrelay.sampling import Sampling
@@ -287,3 +289,21 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 def test_row_without_sampling_is_refused() -> None:
     with pytest.raises(ValueError, match="without sampling"):
         sample(torch.zeros(1, 3), [Work([1], 0, 1, [0], 1, None)])
+
+
+def test_logits_of_more_than_32_bits() -> None:
+    """15,000 rows of Qwen's vocabulary; pages that nobody touches take no memory."""
+    rows, vocab = 15_000, 151_936
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+    logits = torch.frombuffer(mmap.mmap(-1, rows * vocab * 4, flags=flags), dtype=torch.float32)
+    logits = logits.view(rows, vocab)
+    asked = Sampling(
+        presence_penalty=0.5,
+        repetition_penalty=2.0,
+        logit_bias={7: 6.0},
+        stop_token_ids=(vocab - 1,),
+        min_tokens=9,
+    )
+    made = adjustments([(rows - 1, work(asked, (1, 7, 3), 2), asked)], vocab)
+    adjust(logits, [torch.from_numpy(part) for part in made.words])
+    assert logits[-1, [1, 3, 7, vocab - 1]].tolist() == [0.0, -0.5, 3.0, -math.inf]
