@@ -194,27 +194,31 @@ def stored(rng: random.Random) -> None:
 
 
 def far(rng: random.Random) -> None:
-    """Pools of more than 2 ** 32 elements, of which only the pages of a few blocks are touched."""
-    step = 1 << 31
+    """Pools of more than 2 ** 32 elements, of which only the pages of a few blocks are touched.
+
+    Numbers are 32-bit where they fit: the first stride does not, the second does.
+    """
     for dtype in (torch.bfloat16, torch.float32):
-        flat = vast(3 * step + (1 << 21), dtype)
-        pool = flat.as_strided((4, 2, 2, 16, 2, 32), (step, 2048, 1024, 64, 32, 1))
-        pool.copy_(torch.randn(pool.shape))
-        problem = Problem(pool, 2, 0.2, layer=1)
-        near = replace(problem, pool=pool.cpu().contiguous())
-        span = (0, 60, [3, 0, 2, 1])
-        query = torch.randn(60, 4, 32).to(dtype)
-        got = attend(problem, [span], query)
-        _near(near, span, query, got, 1, f"far {dtype}")
-        assert same(attend(problem, [(59, 1, span[2])], query[59:], 1), got[59:])
-        new = there(torch.randn(2, 1, 2, 32).to(dtype))
-        slots = there(torch.tensor([3 * 16 + 5], dtype=torch.int32))
-        PagedPool(pool).store(1, slots, new[0], new[1])
-        assert same(pool[3, 1, :, 5], new[:, 0])
-        joint = there(torch.randn(1, 5 * 32).to(dtype))
-        angles = torch.ones_like(joint[:, :32]), torch.zeros_like(joint[:, :32])
-        rotate(joint, 1, PagedPool(pool), 1, slots, angles, None, 0.0)
-        assert same(pool[3, 1, :, 5].reshape(-1), joint[0, 32:])
+        for step, last in ((1 << 31, 3), (1 << 20, 4200)):
+            table = [last, 0, 2, 1]
+            flat = vast(last * step + (1 << 21), dtype)
+            pool = flat.as_strided((last + 1, 2, 2, 16, 2, 32), (step, 2048, 1024, 64, 32, 1))
+            for block in table:
+                pool[block].copy_(torch.randn(pool.shape[1:]))
+            problem = Problem(pool, 2, 0.2, layer=1)
+            near = replace(problem, pool=torch.stack([pool[block].cpu() for block in table]))
+            query = torch.randn(60, 4, 32).to(dtype)
+            got = attend(problem, [(0, 60, table)], query)
+            _near(near, (0, 60, [0, 1, 2, 3]), query, got, 1, f"far {dtype} {step}")
+            assert same(attend(problem, [(59, 1, table)], query[59:], 1), got[59:])
+            new = there(torch.randn(2, 1, 2, 32).to(dtype))
+            slots = there(torch.tensor([last * 16 + 5], dtype=torch.int32))
+            PagedPool(pool).store(1, slots, new[0], new[1])
+            assert same(pool[last, 1, :, 5], new[:, 0])
+            joint = there(torch.randn(1, 5 * 32).to(dtype))
+            angles = torch.ones_like(joint[:, :32]), torch.zeros_like(joint[:, :32])
+            rotate(joint, 1, PagedPool(pool), 1, slots, angles, None, 0.0)
+            assert same(pool[last, 1, :, 5].reshape(-1), joint[0, 32:])
 
 
 def long_contexts(rng: random.Random) -> None:

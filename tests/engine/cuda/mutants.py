@@ -49,6 +49,7 @@ MUTANTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "> position[:, None] - scoring.window + 1",
         ),
         "offsets of 32 bits": ("block * pool.s_block", "(block * pool.s_block).to(tl.int32)"),
+        "blocks of 32 bits": ("other=0).to(tl.int64)", "other=0)"),
         "keys before every window are read": ("(key >= low) & (key < end)", "key < end"),
         "keys behind the end are read": ("(key >= low) & (key < end)", "key >= low"),
         "V of hidden keys is read": ("mask=read[:, None] & wide[None, :]", "mask=wide[None, :]"),
@@ -262,6 +263,7 @@ MUTANTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "slot // BLOCK * pool.s_block",
             "(slot // BLOCK * pool.s_block).to(tl.int32)",
         ),
+        "slots of 32 bits": ("tl.load(slots + row).to(tl.int64)", "tl.load(slots + row)"),
         "the layer is forgotten": ("at += pool.offset + head", "at += head"),
         "the kv head is forgotten": (
             "pool.offset + head.to(tl.int64) * pool.s_head + column",
@@ -364,6 +366,7 @@ MUTANTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "slot // BLOCK * pool.s_block",
             "(slot // BLOCK * pool.s_block).to(tl.int32)",
         ),
+        "slots of 32 bits": ("tl.load(slots + row).to(tl.int64)", "tl.load(slots + row)"),
         "no epsilon": ("/ DIM + epsilon", "/ DIM"),
         "the mean is over the padded width": ("/ DIM + epsilon", "/ WIDTH + epsilon"),
         "rows of the joint product lie in each other": (
