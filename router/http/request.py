@@ -123,7 +123,8 @@ class HttpRequest:
     async def _read(self) -> Inbound:
         """The first prompt's message, once all others are accepted."""
         exchange = self._exchange
-        ask, self._body = await exchange.read(self._backend.bodies, self._tenant, self._ask_of)
+        ask, digest = await exchange.read(self._backend.bodies, self._tenant, self._ask_of)
+        self._body = digest
         self._form = ask.form
         self._check_places(ask)
         self._cache_salt = ask.cache_salt
