@@ -93,6 +93,7 @@ def give_loads_up(bench: Bench) -> None:
     bench.run()
 
 
+@pytest.mark.slow
 def test_a_journal_repeats_to_the_last_counter(lines: list[str]) -> None:
     done = replay(lines)
     print(done)

@@ -138,6 +138,7 @@ def test_one_request_that_waits_for_ever_holds_up_nobody() -> None:
         )
 
 
+@pytest.mark.slow
 def test_the_journal_of_a_real_run_with_a_hundred_preemptions_repeats() -> None:
     script = Script(
         lookups={"*": [None, 5, 99]},

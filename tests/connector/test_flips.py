@@ -85,7 +85,7 @@ class Bench:
 @pytest.mark.parametrize(
     ("transport", "headers", "payloads", "options"),
     [
-        ("shm", 1, 1000, PATIENT),
+        pytest.param("shm", 1, 1000, PATIENT, marks=pytest.mark.slow),
         ("socket", 8, 40, PATIENT),
         ("grpc", 8, 40, PATIENT),
         ("shm", 3, 200, SIGNED),
