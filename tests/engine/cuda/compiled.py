@@ -229,9 +229,9 @@ def _head_major(dtype: torch.dtype, keys: int, dim: int, block: int) -> torch.Te
     return torch.zeros(4, keys, 8, 2, block, dim, dtype=dtype).permute(0, 2, 3, 4, 1, 5)
 
 
-def main(architecture: int) -> None:
-    """Print what each kernel needs on this architecture."""
-    for launched in calls():
+def main(architecture: int, case: str | None = None) -> None:
+    """Print what each kernel, or each of one case, needs on this architecture."""
+    for launched in (one for one in calls() if case in (None, one.case)):
         print(json.dumps(asdict(compiled(launched, architecture))), flush=True)
 
 

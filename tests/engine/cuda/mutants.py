@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import kvrelay.engine.attention.triton_backend
@@ -407,12 +408,29 @@ def mutated(function: str, old: str, new: str) -> tuple[str, str]:
     raise LookupError(function)
 
 
+@contextmanager
+def mistaken(function: str, old: str, new: str) -> Iterator[None]:
+    """The kernels of this process, none of which is imported yet, with the mistake."""
+    module, text = mutated(function, old, new)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"{module}.py")
+        path.write_text(text)
+        name = f"kvrelay.engine.cuda.{module}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        made = importlib.util.module_from_spec(spec)
+        sys.modules[name] = made
+        spec.loader.exec_module(made)
+        yield
+
+
 def verdict(function: str, old: str, new: str) -> str:
     """``found``, ``survives`` every check of the function, or ``endless``.
 
     Time is the processor's: on a busy machine no mistake counts as found because it waited.
     """
-    module, text = mutated(function, old, new)
+    mutated(function, old, new)  # that the mistake can be made
     child = os.fork()
     if child:
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -421,16 +439,7 @@ def verdict(function: str, old: str, new: str) -> str:
     sys.stderr = sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
     status = 1
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, f"{module}.py")
-            path.write_text(text)
-            name = f"kvrelay.engine.cuda.{module}"
-            spec = importlib.util.spec_from_file_location(name, path)
-            assert spec is not None
-            assert spec.loader is not None
-            made = importlib.util.module_from_spec(spec)
-            sys.modules[name] = made
-            spec.loader.exec_module(made)
+        with mistaken(function, old, new):
             checks = importlib.import_module("tests.engine.cuda.checks")
             for check in CHECKS[function]:
                 checks.run(check, 1)
