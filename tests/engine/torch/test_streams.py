@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import mmap
 import random
+import threading
 import types
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -77,6 +79,19 @@ OF_REGISTRATION: dict[str, Mistake] = {
         ("not made.wanted and not made.users", "not made.wanted"),
     ],
     "copies are not counted": [("                    made.users += 1\n", "")],
+}
+
+
+OF_CLOSING: dict[str, Mistake] = {
+    "what was given up before the answer stays registered": [
+        (
+            "        made.answered.set()\n        self._close_unused(made)\n",
+            "        made.answered.set()\n",
+        ),
+    ],
+    "a mapping is unregistered twice": [
+        ("            if ends:\n                made.registered = False\n", ""),
+    ],
 }
 
 
@@ -224,6 +239,52 @@ def batches_of(copying: Mistake = (), registering: Mistake = ()) -> Callable[[in
     return trial
 
 
+def unregistrations(mistake: Mistake, moment: str) -> int:
+    """How often a mapping is unregistered that is given up when the driver is, or was, asked."""
+    module = module_of(registration, mistake)
+    memory, seen = mmap.mmap(-1, BLOCK_BYTES), Counter[str]()
+
+    def at(reached: str) -> None:
+        seen[reached] += 1
+        if reached == moment:
+            mappings.unregister(memory)
+
+    class Asked:
+        def register(self, address: int, size: int, writable: bool) -> str | None:
+            at("asked")
+            return None
+
+        def unregister(self, address: int) -> None:
+            at("unregistered")
+
+    class Answered(threading.Event):
+        def set(self) -> None:
+            super().set()
+            at("answered")
+
+    kept = {"Lock": threading.Lock, "Thread": threading.Thread}
+    vars(module)["threading"] = types.SimpleNamespace(**kept, Event=Answered)
+    mappings = module.RegisteredMemory(Asked())
+    mappings.register(memory, True)
+    wait_for_registrations()
+    mappings.unregister(memory)
+    assert seen["asked"] == seen["answered"] == 1
+    return seen["unregistered"]
+
+
+def turns_of(mistake: Mistake) -> bool:
+    """Whether a copy tells, by its turn, if its slot was given to others since."""
+    Memory.runtime = Runtime(1)
+    pool = torch.zeros(SHAPE, dtype=torch.int16).as_subclass(Memory)
+    with module_of(copies, mistake).BlockCopies(pool).saving() as batch:
+        first = batch.save(0, SIZE, None)
+        batch.settle()
+        still = first.turn == batch.turn
+        batch.recycle()
+        second = batch.save(1, SIZE, None)
+        return bool(still and first.turn != batch.turn == second.turn)
+
+
 def uploads_of(mistake: Mistake = ()) -> Callable[[int], str | None]:
     """Steps that are launched one behind another, without a read-back."""
 
@@ -273,6 +334,24 @@ def test_a_mistake_of_registration(monkeypatch: pytest.MonkeyPatch, name: str) -
     found = first_wrong(batches_of(registering=OF_REGISTRATION[name]))
     print(found)
     assert found is not None
+
+
+@pytest.mark.parametrize("moment", ["asked", "answered", "later"])
+def test_a_mapping_is_unregistered_once(moment: str) -> None:
+    assert unregistrations([], moment) == 1
+
+
+@pytest.mark.parametrize("name", OF_CLOSING)
+def test_a_mistake_of_closing(name: str) -> None:
+    found = [unregistrations(OF_CLOSING[name], moment) for moment in ("asked", "answered")]
+    print(found)
+    assert found != [1, 1]
+
+
+def test_a_copy_knows_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    assert turns_of([])
+    assert not turns_of([("        self.turn += 1\n", "")])
 
 
 def test_uploads_in_every_order(monkeypatch: pytest.MonkeyPatch) -> None:
