@@ -279,6 +279,8 @@ MUTANTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "value.tensor + row * value.s_row",
             "value.tensor + row * value.s_head",
         ),
+        "V by the stride of K's heads": ("head * value.s_head", "head * key.s_head"),
+        "V by the stride of K's rows": ("row * value.s_row", "row * key.s_row"),
         "one head for all": (
             "key.tensor + row * key.s_row + head * key.s_head",
             "key.tensor + row * key.s_row",
@@ -384,6 +386,10 @@ MUTANTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "the sigmoid alone": ("(wide / (1.0 +", "(1.0 / (1.0 +"),
         "the sign is lost": ("tl.exp(-wide)", "tl.exp(wide)"),
         "base 2": ("tl.exp(-wide)", "tl.exp2(-wide)"),
+        "large numbers are none": (
+            "(wide / (1.0 + tl.exp(-wide)))",
+            "(wide * tl.exp(wide) / (1.0 + tl.exp(wide)))",
+        ),
         "no one in the divisor": ("(1.0 + tl.exp", "(0.0 + tl.exp"),
         "up is forgotten": ("(active * up)", "(active)"),
         "up is added": ("(active * up)", "(active + up)"),
