@@ -17,6 +17,7 @@ CONTAINER = "NVIDIA_VISIBLE_DEVICES"
 """Set by NVIDIA's container runtime and images."""
 
 _DEVICES = Path("/dev")
+_WSL = Path("/usr/lib/wsl/lib")  # what Windows' drivers bring: NVIDIA's has no file in /dev
 
 
 def open_device(asked: str) -> torch.device:
@@ -39,7 +40,8 @@ def open_device(asked: str) -> torch.device:
     given = os.environ.get(CONTAINER, "") not in ("", "void", "none")
     signs = [f"{CONTAINER}={os.environ[CONTAINER]}"] if given else []
     if os.environ.get(VISIBLE) not in ("", "-1"):
-        signs += sorted(str(path) for path in _DEVICES.glob("nvidia[0-9]*"))
+        files = (*_DEVICES.glob("nvidia[0-9]*"), *_WSL.glob("libcuda.so.1"))
+        signs += sorted(str(path) for path in files)
     found = f"there should be a GPU ({', '.join(signs)}), and this torch cannot use it{_why()}"
     if signs and (given or torch.version.cuda is not None):
         raise Unservable(f"device auto: {found}; choose --device cpu to compute on the CPU")

@@ -30,6 +30,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, bool]:
     seen = {"available": False}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: seen["available"])
     monkeypatch.setattr(device, "_DEVICES", tmp_path)
+    monkeypatch.setattr(device, "_WSL", tmp_path / "wsl")
     for name in (VISIBLE, device.CONTAINER):
         monkeypatch.setenv(name, "")  # and restored afterwards
         monkeypatch.delenv(name)
@@ -68,6 +69,19 @@ def test_auto_is_loud_where_a_gpu_cannot_be_used(
         open_device("auto")
     monkeypatch.setenv(device.CONTAINER, "void")
     assert open_device("auto").type == "cpu"
+
+
+def test_auto_on_windows(
+    gpu: dict[str, bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """WSL 2 has /dev/dxg for a GPU of any vendor, and libcuda of NVIDIA's driver alone."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    (tmp_path / "dxg").touch()
+    (tmp_path / "wsl").mkdir()
+    assert open_device("auto").type == "cpu"
+    (tmp_path / "wsl" / "libcuda.so.1").touch()
+    with pytest.raises(Unservable, match=r"libcuda.so.1\), and this torch cannot use it"):
+        open_device("auto")
 
 
 def test_products_are_summed_in_float32(gpu: dict[str, bool]) -> None:
