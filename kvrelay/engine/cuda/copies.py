@@ -2,8 +2,8 @@
 
 A block is contiguous in the pool, so its copy is one DMA. Loads and saves have a CUDA stream each.
 On the device a batch starts after the last step; one event tells the host that it has ended. Host
-memory is pinned and reused, or registered with the driver: no copy allocates. Has not run on a GPU
-yet.
+memory is registered with the driver, or pinned: a batch takes a slab, which is made if all others
+are in use. Has not run on a GPU yet.
 """
 
 from __future__ import annotations
