@@ -28,6 +28,7 @@ from kvrelay.rpc.security.tls import server_context
 from router.http.connections import BoundedProtocol, ConnectionTable, HttpLimits, TlsConnection
 
 BACKLOG = 1024
+END_SECONDS = 0.3  # for the last events of requests that are cut off
 
 
 class _EmbeddedServer(uvicorn.Server):
@@ -40,6 +41,17 @@ class _EmbeddedServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.accepting.set()
+
+    def cancel_requests(self) -> None:
+        """Each tells its client that the router ends."""
+        for task in self.server_state.tasks:
+            task.cancel()
+
+    def abort_connections(self) -> None:
+        """Close those that are left: their clients do not read, or send on after the response."""
+        for one in list(self.server_state.connections):
+            if isinstance(one, BoundedProtocol):
+                one.abort()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -96,10 +108,16 @@ class HttpServer:
         self._server = None
         if server is None or self._task is None:
             return
-        server.config.timeout_graceful_shutdown = max(1, math.ceil(grace))
+        seconds = max(1, math.ceil(grace))
+        server.config.timeout_graceful_shutdown = seconds + 1
         server.should_exit = True
         self.connections.abort_handshakes()
+        loop = asyncio.get_running_loop()
+        cancelling = loop.call_later(seconds, server.cancel_requests)
+        aborting = loop.call_later(seconds + END_SECONDS, server.abort_connections)
         await self._task
+        cancelling.cancel()
+        aborting.cancel()
 
 
 def _over_tls(protocol: type[BoundedProtocol], context: ssl.SSLContext) -> type[asyncio.Protocol]:

@@ -291,7 +291,9 @@ async def test_handshakes_are_counted_and_bounded(tmp_path: Path) -> None:
         await until(lambda: server.connections.open == 0)
 
 
-async def test_an_unanswered_request_is_told_that_the_router_ends() -> None:
+async def test_an_unanswered_request_is_told_that_the_router_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """At the end of the grace; uvicorn's own answer is 500, which no client sends again."""
     async with bounded() as (_, client, server):
         reader, writer = await raw(client)
@@ -306,6 +308,7 @@ async def test_an_unanswered_request_is_told_that_the_router_ends() -> None:
         answer = await asyncio.wait_for(reader.read(), 20)
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"this router ends: ask another one" in answer
+        assert not [one for one in caplog.records if one.name == "uvicorn.error"]
         writer.close()
 
 
@@ -342,7 +345,7 @@ async def test_a_client_that_reads_nothing_gets_no_error(part: str) -> None:
     assert len(sent) == 1 + (part == "body")
 
 
-async def test_a_stream_is_told_that_the_router_ends() -> None:
+async def test_a_stream_is_told_that_the_router_ends(caplog: pytest.LogCaptureFixture) -> None:
     """The event is its last one: its client can resume at another router."""
     worker = decode_worker(behaviour=Behaviour(step=asyncio.Semaphore(1)))
     async with bounded(None, worker) as (_, client, server):
@@ -356,3 +359,4 @@ async def test_a_stream_is_told_that_the_router_ends() -> None:
         assert json.loads(rest[0].removeprefix("data: "))["error"]["type"] == "server_error"
         assert "this router ends: ask another one" in rest[0]
         assert rest[1:] == ["data: [DONE]"]
+        assert not [one for one in caplog.records if one.name == "uvicorn.error"]
