@@ -115,9 +115,11 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         cancelling = loop.call_later(seconds, server.cancel_requests)
         aborting = loop.call_later(seconds + END_SECONDS, server.abort_connections)
-        await self._task
-        cancelling.cancel()
-        aborting.cancel()
+        try:
+            await self._task
+        finally:
+            cancelling.cancel()
+            aborting.cancel()
 
 
 def _over_tls(protocol: type[BoundedProtocol], context: ssl.SSLContext) -> type[asyncio.Protocol]:
