@@ -7,14 +7,19 @@ it imports their packages, so that a missing one is a line with its name and how
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shlex
 import shutil
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from kvrelay.errors import NotInstalled
 
@@ -175,11 +180,21 @@ def install_line(*extras: str) -> str:
     wanted = "all" if len(extras) > 1 else extras[0]
     root = clone_root()
     if root is None:
-        what, edit = f"kvrelay[{wanted}]", ""
+        what, edit = f"{_origin()}[{wanted}]", ""
     else:
         where = "." if root == Path.cwd() else str(root)
         what, edit = f"{where}[{wanted}]", "-e "
     return f"{_pip_install()} {edit}{shlex.quote(what)}"
+
+
+def _origin() -> str:
+    """The folder that pip installed kvrelay from; its name if it was another place."""
+    with suppress(PackageNotFoundError, LookupError, ValueError):
+        found = json.loads(distribution("kvrelay").read_text("direct_url.json") or "{}")
+        folder = Path(url2pathname(urlsplit(found["url"]).path))
+        if folder.is_dir():
+            return str(folder)
+    return "kvrelay"
 
 
 def command(words: str = "") -> str:

@@ -22,6 +22,7 @@ from kvrelay.cluster.process import ProcessSpec
 from kvrelay.cluster.supervisor import Cluster, StartInterrupted, with_cluster_token
 from kvrelay.config.reader import load, option
 from kvrelay.connector.script import PREFIX, read_script
+from kvrelay.errors import Rejected
 from kvrelay.installation import command
 from kvrelay.model_folder import check_model_folder
 from kvrelay.process import logs
@@ -46,7 +47,8 @@ EPILOG = """\
 examples:
   kvrelay up               the shipped model, one worker of each role
   kvrelay up --model DIR --prefill 2 --decode 2 --dtype bfloat16
-  kvrelay up --endpoints up.json & kvrelay generate --endpoints up.json "Hello"
+  kvrelay up --endpoints up.json
+  kvrelay generate --endpoints up.json "Hello"   (once it serves)
 """
 
 
@@ -75,6 +77,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _check(config: UpConfig) -> None:
     """``Rejected`` or ``Unservable`` for what would make a process fail; none is started yet."""
+    if not config.http and config.http_port != HTTP_PORT:
+        raise Rejected("http_port", f"{config.http_port}: --no-http serves none; leave one out")
     if config.endpoints:
         endpoints.check_writable(Path(config.endpoints).absolute())
     # Our own engine's check of the model has all reasons in one list.
@@ -181,7 +185,9 @@ class Up:
     def _show_line(self, spec: ProcessSpec, line: str) -> None:
         if self._config.quiet:
             return
-        if self._config.log_format == "json":
+        if self._config.log_format == "json" and not line.startswith("{"):
+            self._say(line, spec.name)
+        elif self._config.log_format == "json":
             self._print(line)  # it names its service
         else:
             self._print(f"{paint(f'{spec.name:>9} |', COLOURS[spec.role], sys.stderr)} {line}")

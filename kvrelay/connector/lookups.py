@@ -7,6 +7,7 @@ without tokens. It is repeated after a while if the request still waits.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +22,8 @@ from kvrelay.errors import DeadlineExceeded, KvrelayError
 from kvrelay.usage import Miss
 from kvstore import Lease, LookupResult, Store
 from kvstore.base import NameQuery
+
+log = logging.getLogger(__name__)
 
 RELEASE_SECONDS = 1.0
 
@@ -137,6 +140,7 @@ class Lookups:
         self._lock = threading.Lock()
         self._records: dict[str, LookupJob | LookupAnswer] = {}
         self._boot: bytes | None = None
+        self._reached = True
 
     def find(self, query: Query) -> int | None:
         """Tokens after ``query.local``; ``None`` while the lookup is under way."""
@@ -210,11 +214,22 @@ class Lookups:
         self._meter.add(lookups=1)
         query = NameQuery(keys.names, keys.tails, options.lease_seconds, keys.first_block_hashes)
         try:
-            return self._store.lookup(query, options.lookup_seconds)
+            result = self._store.lookup(query, options.lookup_seconds)
         except DeadlineExceeded:
             return Miss.TOO_LATE
-        except KvrelayError:
+        except KvrelayError as error:
+            if self._changes(reached=False):
+                log.warning("the store cannot be used, so prompts are computed: %s", error)
             return Miss.UNREACHABLE
+        if self._changes(reached=True):
+            log.warning("the store can be used again")
+        return result
+
+    def _changes(self, reached: bool) -> bool:
+        with self._lock:
+            before = self._reached
+            self._reached = reached
+        return before is not reached
 
     def record(self, job: LookupJob, result: LookupResult | Miss) -> None:
         """Record the answer, unless another lookup replaced this one or the request has left."""

@@ -81,7 +81,8 @@ class Objectives:
             except ValueError:
                 limits[name] = math.nan
             if name not in OBJECTIVES or not limits[name] > 0:
-                raise Rejected("slo", f"{word!r}: wanted is {' or '.join(OBJECTIVES)}=SECONDS")
+                wanted = " or ".join(f"{known}=SECONDS" for known in OBJECTIVES)
+                raise Rejected("slo", f"{word!r}: wanted is {wanted}")
         return cls(limits)
 
     def met(self, answer: LoadAnswer) -> bool:

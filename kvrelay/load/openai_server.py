@@ -98,6 +98,9 @@ class OpenAIServer:
                 advice = "--check sends no key, so name a server that wants none"
                 raise Rejected("check", f"{said}: {advice}")
             raise Rejected("api_key", f"{said}: set KVRELAY_API_KEY to a key that it accepts")
+        if response.status != 200:
+            why, advice = _refusal(response, text), "is it the URL of an OpenAI API?"
+            raise Rejected(self._field, f"{self.url} has no /v1/models ({why}): {advice}")
         if (name := _text_at(text, "data", 0, "id")) is None:
             raise Rejected("model", "the server lists none: name it with --model")
         return name

@@ -240,7 +240,8 @@ def check_length(message: router_pb2.GenerateRequest, longest: int) -> None:
         ),
     ):
         if count > longest:
-            raise Rejected(name, f"{count} ids, and the model has {longest} positions")
+            said = f"{count} ids, and the model has {longest} positions: send fewer"
+            raise Rejected(name, said)
 
 
 def _other_weights(began: str, served: worker_pb2.Namespace) -> str:

@@ -37,6 +37,7 @@ from router.http.request import HttpRequest
 log = logging.getLogger("kvrelay.router")
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+_PAGES = (CHAT, COMPLETIONS, "/v1/models", "/tokenize", "/detokenize")
 Handler: TypeAlias = Callable[[Exchange], Awaitable[None]]
 
 
@@ -146,9 +147,13 @@ async def _refused(request: Request, error: Exception) -> Response:
     """Starlette's own refusals, of paths and methods, in OpenAI's shape."""
     assert isinstance(error, HTTPException), "the handler is registered for this class"
     path, method = request.url.path, request.method
-    what = f"no page {path!r:.200}" if error.status_code == 404 else f"{method} {path!r:.200}"
-    code = "method_not_supported" if error.status_code == 405 else "not_found"
-    refusal = HttpRefusal(error.status_code, code, what, error.detail)
+    if error.status_code == 405:
+        what, code = f"{method} {path!r:.200}", "method_not_supported"
+        advice = f"use {(error.headers or {}).get('allow', 'another method')}"
+    else:
+        what, code = f"no page {path!r:.200}", "not_found"
+        advice = f"there are {', '.join(_PAGES)}"
+    refusal = HttpRefusal(error.status_code, code, what, advice)
     known = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers.raw}
     response = JSONResponse(body_of(refusal), error.status_code, headers=error.headers)
     response.raw_headers.extend(identifying(known, request_id_of(known)))

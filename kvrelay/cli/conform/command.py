@@ -62,9 +62,7 @@ class ConformConfig(TlsFiles):
     url: str = required(str, "the server", metavar="URL", positional=True)
     model: str = option("", "the model's name; default the server's first", environ=False)
     api_key: str | None = option(None, "the bearer token", secret=True)
-    check: tuple[str, ...] = option(
-        (), "only this check; may be repeated", metavar="CHECK", choices=NAMES
-    )
+    check: tuple[str, ...] = option((), "only this check", metavar="CHECK", choices=NAMES)
     seed: int | None = option(
         None, "of all prompts; by default another one each time, which is printed", low=0
     )
