@@ -225,6 +225,10 @@ def test_a_taken_http_port_is_named_with_the_way_out(model: Path, tmp_path: Path
     assert "--no-http" in line
 
 
+def test_a_port_of_an_api_that_is_off_is_refused(model: Path, tmp_path: Path) -> None:
+    assert "http_port: 0: --no-http" in refused(model, tmp_path, "--no-http", status=2)
+
+
 def test_ctrl_c_ends_the_check_of_the_model(model: Path, tmp_path: Path) -> None:
     up = Up(model, tmp_path)
     until(lambda: "Checking" in up.log.read_text(), up.told("checking"))

@@ -746,6 +746,18 @@ def test_a_store_that_does_not_answer_is_unreachable_and_a_slow_one_too_late(
     stage.go.set()
 
 
+def test_a_store_that_cannot_be_used_is_in_the_log_once(
+    making: Making, stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = making()
+    for number, failing in enumerate((False, True, True, False, False, True)):
+        stage.failing = lambda failing=failing: failing  # type: ignore[misc]
+        worker.ask(f"r{number}", list(range(9)))
+    said = [record.message.partition(",")[0] for record in caplog.records]
+    cannot, again = "the store cannot be used", "the store can be used again"
+    assert said == [cannot, again, cannot]
+
+
 def test_after_a_restart_nothing_is_called_never_stored(making: Making, stage: Stage) -> None:
     worker = making()
     assert worker.ask("before", list(range(9))) == 0

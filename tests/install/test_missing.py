@@ -70,6 +70,22 @@ def test_a_service_names_it(client_only: Installed, tmp_path: Path, module: str)
     assert all(name in done.stderr for name in lacks(SERVICES[module]))
 
 
+def test_what_pip_installed_from_a_folder_is_installed_from_there_again(
+    client_only: Installed, tmp_path: Path
+) -> None:
+    """Nobody has published the package."""
+    told = json.dumps({"url": tmp_path.as_uri(), "dir_info": {}})
+    program = f"""if True:
+        import importlib.metadata
+        importlib.metadata.Distribution.read_text = lambda *given: {told!r}
+        importlib.metadata.PathDistribution.read_text = lambda *given: {told!r}
+        from kvrelay import installation as it
+        print(it.install_line("store"))
+    """
+    done = client_only.run(client_only.python, "-c", program, cwd=tmp_path.parent)
+    assert done.stdout.rstrip().endswith(f"pip install '{tmp_path}[store]'"), done.stderr
+
+
 def test_an_environment_without_pip_is_filled_by_uv(client_only: Installed, tmp_path: Path) -> None:
     """As uv makes them. In the folder of the commands too, what is printed can be typed."""
     uv = tmp_path / "uv"
