@@ -189,10 +189,10 @@ def install_line(*extras: str) -> str:
 
 def _origin() -> str:
     """The folder that pip installed kvrelay from; its name if it was another place."""
-    with suppress(PackageNotFoundError, LookupError, ValueError):
+    with suppress(PackageNotFoundError, LookupError, ValueError, TypeError, OSError):
         found = json.loads(distribution("kvrelay").read_text("direct_url.json") or "{}")
-        folder = Path(url2pathname(urlsplit(found["url"]).path))
-        if folder.is_dir():
+        url = urlsplit(found["url"])
+        if url.scheme == "file" and (folder := Path(url2pathname(url.path))).is_dir():
             return str(folder)
     return "kvrelay"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import TypeAlias, TypeVar
@@ -285,11 +285,17 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         async with self.inbox.received(call.read, call.sender, call.deadline) as inbound:
             yield inbound
 
-    async def tokenize(self, call: InboundCall) -> tuple[int, ...]:
-        """The token ids of a call's input. It costs the tenant what a refused request does."""
+    async def tokenize(
+        self, call: InboundCall, named: Callable[[], bool]
+    ) -> tuple[tuple[int, ...], list[str | None] | None]:
+        """The token ids of a call's input, and their names if its message asks for them.
+
+        It costs the tenant what a refused request does.
+        """
         async with self._converted(call, "to tokenize the prompt") as (message, hold):
             await self._tools.use(message, call.tenant)
-            return await self._prompts.tokenize(message, hold, self.config.max_prompt)
+            ids = await self._prompts.tokenize(message, hold, self.config.max_prompt)
+            return ids, await self._prompts.names(ids, call.tenant) if named() else None
 
     async def detokenize(self, call: InboundCall) -> str:
         """The text of the token ids of a call. It costs as much as ``tokenize`` does."""

@@ -78,7 +78,9 @@ def main(argv: Sequence[str]) -> int:
 def _check(config: UpConfig) -> None:
     """``Rejected`` or ``Unservable`` for what would make a process fail; none is started yet."""
     if not config.http and config.http_port != HTTP_PORT:
-        raise Rejected("http_port", f"{config.http_port}: --no-http serves none; leave one out")
+        raise Rejected(
+            "http_port", f"{config.http_port}: --no-http serves no HTTP API: leave one of them out"
+        )
     if config.endpoints:
         endpoints.check_writable(Path(config.endpoints).absolute())
     # Our own engine's check of the model has all reasons in one list.
@@ -200,7 +202,8 @@ class Up:
     def _say(self, what: str, process: str = "") -> None:
         """A line of this command itself, about one of its processes if it is named."""
         if self._config.log_format == "json":
-            log.info("%s", f"{process} {what}".strip())
+            with self._lock:
+                log.info("%s", f"{process} {what}".strip())
         else:
             named = f"{paint(f'{process:>9}', 'bold', sys.stderr)} " if process else ""
             self._print(named + what)

@@ -144,7 +144,7 @@ async def resume(subject: Subject, tally: Tally) -> None:
                 max_tokens=probe.max_tokens - cut,
             )
             equal = tally.compare(rest.name, alone, await exam.whole(rest), cut)
-            goes_on |= equal and rest.max_tokens >= min(TELLING, exam.plan.output // 2)
+            goes_on |= equal and rest.max_tokens >= TELLING
     if subject.sampled and tally.differing and not goes_on:
         said = f"{tally.differing} of {tally.compared} rests differ"
         tally.differing = 0

@@ -18,7 +18,7 @@ from kvrelay.connector.counters import Meter
 from kvrelay.connector.geometry import Geometry, LookupKeys
 from kvrelay.connector.thread_pool import ThreadPool
 from kvrelay.engine.core.external import Query
-from kvrelay.errors import DeadlineExceeded, KvrelayError
+from kvrelay.errors import DeadlineExceeded, KvrelayError, Unavailable
 from kvrelay.usage import Miss
 from kvstore import Lease, LookupResult, Store
 from kvstore.base import NameQuery
@@ -218,7 +218,7 @@ class Lookups:
         except DeadlineExceeded:
             return Miss.TOO_LATE
         except KvrelayError as error:
-            if self._changes(reached=False):
+            if isinstance(error, Unavailable) and self._changes(reached=False):
                 log.warning("the store cannot be used, so prompts are computed: %s", error)
             return Miss.UNREACHABLE
         if self._changes(reached=True):

@@ -139,7 +139,7 @@ def _number(value: object) -> float | None:
 def _token_ids(listed: list[object]) -> list[int]:
     ids = [value for value in listed if type(value) is int and 0 <= value < LARGEST]
     if len(ids) < len(listed):
-        raise Unavailable(f"the server sent token_ids that are none: {str(listed)[:60]}")
+        raise Unavailable(f"the server sent token_ids that are not token ids: {str(listed)[:60]}")
     return ids
 
 
@@ -168,5 +168,7 @@ def _count(usage: Json, name: str) -> int | None:
     if type(value) is not int:
         return None
     if abs(value) >= LARGEST:
-        raise Unavailable(f"the server's usage has a number of {len(str(value))} digits: {name}")
+        raise Unavailable(
+            f"the server's usage has a number of {len(str(abs(value)))} digits: {name}"
+        )
     return value

@@ -33,6 +33,7 @@ REFUSED = (429, 503)
 UNAUTHORIZED = (401, 403)
 NO_HTTP = "Bad status line"  # aiohttp's words for an answer that does not begin as HTTP/1 does
 TIMED_OUT = (408, 504)
+NO_PAGE = (404, 405)
 CLOSED = "the server closed the connection before its answer ended"
 RETRY_SECONDS = 1.0
 UNREADABLE = (ValueError, RecursionError)  # of json.loads
@@ -98,9 +99,11 @@ class OpenAIServer:
                 advice = "--check sends no key, so name a server that wants none"
                 raise Rejected("check", f"{said}: {advice}")
             raise Rejected("api_key", f"{said}: set KVRELAY_API_KEY to a key that it accepts")
+        if response.status in NO_PAGE:
+            advice = "is it the URL of an OpenAI API? If so, name the model with --model"
+            raise Rejected(self._field, f"{self.url} has no page /v1/models: {advice}")
         if response.status != 200:
-            why, advice = _refusal(response, text), "is it the URL of an OpenAI API?"
-            raise Rejected(self._field, f"{self.url} has no /v1/models ({why}): {advice}")
+            raise _refusal(response, text)
         if (name := _text_at(text, "data", 0, "id")) is None:
             raise Rejected("model", "the server lists none: name it with --model")
         return name
@@ -214,7 +217,7 @@ def _refusal(response: aiohttp.ClientResponse, text: str) -> KvrelayError:
 
 def _event(data: bytes) -> Json:
     try:
-        event = json.loads(data)
+        event = json.loads(data.decode(errors="replace"))
         if ESCAPED_SURROGATE.search(data):
             event = json.loads(_readable(json.dumps(event, ensure_ascii=False)))
     except UNREADABLE:

@@ -14,10 +14,10 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def show_one(device: str) -> str:
-    """Of "cuda:N", one of the visible devices, hide all others: "cuda". Other names are kept.
+    """For "cuda:N", hide all visible devices but the N-th and return "cuda"; else the name.
 
     Call it before the import of `transformers`. No thread and no library can then choose another
-    device. ``Unservable`` if so many are not visible.
+    device. ``Unservable`` if there is no N-th visible device.
     """
     kind, _, number = device.partition(":")
     if kind != "cuda" or not number:

@@ -37,7 +37,6 @@ from router.http.request import HttpRequest
 log = logging.getLogger("kvrelay.router")
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-_PAGES = (CHAT, COMPLETIONS, "/v1/models", "/tokenize", "/detokenize")
 Handler: TypeAlias = Callable[[Exchange], Awaitable[None]]
 
 
@@ -149,10 +148,11 @@ async def _refused(request: Request, error: Exception) -> Response:
     path, method = request.url.path, request.method
     if error.status_code == 405:
         what, code = f"{method} {path!r:.200}", "method_not_supported"
-        advice = f"use {(error.headers or {}).get('allow', 'another method')}"
+        advice = f"use {(error.headers or {}).get('Allow')}"
     else:
         what, code = f"no page {path!r:.200}", "not_found"
-        advice = f"there are {', '.join(_PAGES)}"
+        pages = [page.path for page in request.app.routes if isinstance(page, Route)]
+        advice = f"there are {', '.join(pages)}"
     refusal = HttpRefusal(error.status_code, code, what, advice)
     known = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers.raw}
     response = JSONResponse(body_of(refusal), error.status_code, headers=error.headers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -40,7 +40,9 @@ class Backend(Protocol):
 
     def serve(self, call: InboundCall, record: RequestRecord, held: HeldRequest) -> Responses: ...
 
-    async def tokenize(self, call: InboundCall) -> tuple[int, ...]: ...
+    async def tokenize(
+        self, call: InboundCall, named: Callable[[], bool]
+    ) -> tuple[tuple[int, ...], list[str | None] | None]: ...
 
     async def detokenize(self, call: InboundCall) -> str: ...
 

@@ -32,7 +32,7 @@ T = TypeVar("T")
 JsonObject: TypeAlias = Mapping[str, object]
 
 LONG_BODY = 8 << 10
-"""Bytes: to read the values of a longer one may take milliseconds (0.3 us for a byte)."""
+"""Bytes. Parsing a longer body may take milliseconds (0.3 us for a byte)."""
 
 QUIET_SECONDS = 15.0
 """Without an event for so long, a stream sends a comment: what stands in between would close it."""
@@ -163,7 +163,7 @@ class Exchange:
         except asyncio.CancelledError as error:
             if not self._lost:
                 raise
-            error.__traceback__ = None  # a frame of its task group has the error
+            error.__traceback__ = None  # a frame of the task group refers to it: a cycle
             task.uncancel()
             raise Disconnected from None
         finally:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from kvrelay.errors import NotFound, Rejected, Unavailable
 from kvrelay.rpc.deadline import Deadline
-from kvrelay.rpc.security.identity import Tenant
 from kvrelay.v1 import router_pb2, types_pb2
 from router.generate.request import InboundCall
 from router.http.access import Access
@@ -18,7 +17,6 @@ from router.http.exchange import Exchange, JsonObject
 from router.http.fields import Fields
 from router.http.shapes import Json
 from router.queue.inbox import Inbound
-from router.queue.prompts import MANY_TOKENS
 from router.workers.candidate import longest
 
 METRICS = b"text/plain; version=0.0.4; charset=utf-8"
@@ -78,12 +76,12 @@ class Pages:
             return Inbound(message=message)
 
         async with self._called(exchange, inbound_of) as call:
-            tokens = await self._backend.tokenize(call)
+            tokens, names = await self._backend.tokenize(call, lambda: strings)
             answer: Json = {
                 "count": len(tokens),
                 "max_model_len": self._longest(),
                 "tokens": list(tokens),
-                "token_strs": await self._strings(tokens, call.tenant) if strings else None,
+                "token_strs": names,
             }
             await exchange.reply(answer)
 
@@ -116,16 +114,6 @@ class Pages:
                     return await exchange.read(self._backend.bodies, tenant, inbound_of)
 
                 yield InboundCall(exchange.sender(tenant), deadline, read)
-
-    async def _strings(self, tokens: Sequence[int], tenant: Tenant) -> list[str | None]:
-        """The name of each token in the vocabulary."""
-        backend = self._backend.tokenizer.backend
-
-        def named() -> list[str | None]:
-            return [backend.id_to_token(token) for token in tokens]
-
-        long = len(tokens) > MANY_TOKENS
-        return await self._backend.bodies.run(tenant, len(tokens), named) if long else named()
 
     def _check_model(self, name: str) -> None:
         known = self._backend.config.model_name

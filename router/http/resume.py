@@ -114,8 +114,9 @@ def parse_event_id(text: str, samples: int) -> Resumption:
             request_id=request_id,
         )
     except (ValueError, struct.error, binascii.Error):
-        said = f"{text:.60} is no id of an event of this server: send the last one, or none"
-        raise Rejected(HEADER, said) from None
+        said = f"{text:.60} is no id of an event of this server"
+        advice = "send that of the last event, or leave the header out"
+        raise Rejected(HEADER, f"{said}: {advice}") from None
     if len(parsed) != samples:
         raise Rejected(
             HEADER, f"has positions of {len(parsed)} answers, and the request asks for {samples}"

@@ -107,7 +107,7 @@ async def _read(read: Read, semaphore: FairSemaphore) -> Inbound:
         while not (await asyncio.wait((reading,), timeout=READ_SECONDS))[0]:
             if semaphore.waiting:
                 raise DeadlineExceeded(
-                    f"its message did not arrive within {READ_SECONDS:g} s, and other requests"
+                    f"its message was not read within {READ_SECONDS:g} s, and other requests"
                     " wait for its place"
                 )
         return reading.result()

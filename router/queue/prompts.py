@@ -115,6 +115,16 @@ class PromptTokenizer:
             lambda: tokenizer.backend.decode(list(tokens), skip_special_tokens=False),
         )
 
+    async def names(self, tokens: Sequence[int], tenant: Tenant) -> list[str | None]:
+        """The name of each token in the vocabulary."""
+        backend = self._tokenizer.backend
+        return await self._run(
+            tenant,
+            len(tokens),
+            len(tokens) > MANY_TOKENS,
+            lambda: [backend.id_to_token(token) for token in tokens],
+        )
+
     async def bad_words(self, words: Sequence[str], tenant: Tenant) -> list[list[int]]:
         """The token sequences of bad words; ``Rejected`` for words that cannot be used."""
         if not words:

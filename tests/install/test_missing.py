@@ -73,7 +73,7 @@ def test_a_service_names_it(client_only: Installed, tmp_path: Path, module: str)
 def test_what_pip_installed_from_a_folder_is_installed_from_there_again(
     client_only: Installed, tmp_path: Path
 ) -> None:
-    """Nobody has published the package."""
+    """pip would find nothing by the name alone."""
     told = json.dumps({"url": tmp_path.as_uri(), "dir_info": {}})
     program = f"""if True:
         import importlib.metadata

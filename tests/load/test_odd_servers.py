@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.load import openai_server
 from kvrelay.load.metrics_page import MIGRATIONS
-from tests.load.rig import LoadCommand, OddServer, serve
+from tests.load.rig import LoadCommand, OddServer, refusing_server, serve
 
 SMALL = ("--prompt", 8, "--output", 4, "--requests", 2)
 
@@ -25,10 +25,10 @@ def usage(**counts: int) -> str:
 END = choice(finish_reason="length")
 DEEP = "[" * 200_000
 ODD = {
-    "ids that are texts": (choice(token_ids=["7"]), "token_ids that are none: ['7']"),
-    "a negative id": (choice(token_ids=[1, -1]), "token_ids that are none: [1, -1]"),
-    "an id of 70 bits": (choice(token_ids=[1 << 70]), "token_ids that are none"),
-    "ids that are true": (choice(token_ids=[True]), "token_ids that are none: [True]"),
+    "ids that are texts": (choice(token_ids=["7"]), "that are not token ids: ['7']"),
+    "a negative id": (choice(token_ids=[1, -1]), "that are not token ids: [1, -1]"),
+    "an id of 70 bits": (choice(token_ids=[1 << 70]), "that are not token ids"),
+    "ids that are true": (choice(token_ids=[True]), "that are not token ids: [True]"),
     "deep JSON": (DEEP, "an event that is not JSON: b'[[["),
     "an error that is no Unicode": ('{"error": {"message": "x\\ud800y"}}', "error: x?y"),
     "a usage of 400 digits": (usage(prompt_tokens=10**400), "a number of 401 digits"),
@@ -101,7 +101,7 @@ def test_a_page_that_never_comes_is_not_waited_for(
     odd = OddServer(END, usage(prompt_tokens=8, completion_tokens=4))
     odd.pages["/metrics"] = None
     with serve(odd) as url:
-        found = load(url, *SMALL)
+        found = load(url, *SMALL, "--model", "odd")
     assert (found.status, found.levels[0]["requests"]["done"]) == (0, 2)
     silent = OddServer(END)
     silent.pages["/v1/models"] = None
@@ -109,6 +109,15 @@ def test_a_page_that_never_comes_is_not_waited_for(
         found = load(url, *SMALL)
     assert found.status != 0
     assert "no answer to /v1/models within 0.2 s" in found.err
+
+
+@pytest.mark.parametrize("status", [404, 503])
+def test_a_server_without_the_page_of_models(load: LoadCommand, status: int) -> None:
+    with refusing_server(status, "not now") as url:
+        found = load(url, *SMALL)
+    assert found.status != 0
+    assert ("--model" in found.err) is (status == 404)
+    assert ("HTTP 503: not now" in found.err) is (status == 503)
 
 
 def test_a_broken_line_of_a_trace_keeps_what_was_measured(

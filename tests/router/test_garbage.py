@@ -105,6 +105,8 @@ async def test_a_client_that_leaves_within_its_body(page: str) -> None:
     found: list[object] = []
     async with bounded() as (router, client, server):
         inbox = router.service.inbox.semaphore
+        assert server._server is not None
+        tasks = server._server.server_state.tasks
         with without_collections(found):
             _, writer = await raw(client)
             writer.write(
@@ -116,7 +118,7 @@ async def test_a_client_that_leaves_within_its_body(page: str) -> None:
             del writer
             await until(lambda: server.connections.open == 0)
             await until(lambda: inbox.held(LOCAL) == 0)
-            await asyncio.sleep(0.1)
+            await until(lambda: not tasks)
     assert not found
 
 

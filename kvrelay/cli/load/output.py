@@ -53,7 +53,8 @@ def claim(json: str | None, html: str | None, csv: str | None = None) -> None:
         try:
             if path is not None:
                 Path(path).open("a").close()
-                if (other := claimed.setdefault(Path(path).resolve(), field)) != field:
+                other = claimed.setdefault(Path(path).resolve(), field)
+                if other != field and Path(path).is_file():
                     raise Rejected(field, f"{path} is the file of --{other} too")
         except OSError as error:
             raise Rejected(field, f"cannot write {path}: {error.strerror}") from None

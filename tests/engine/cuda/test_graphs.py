@@ -20,22 +20,26 @@ from tests.mutants import Mistake, module_of
 
 pytestmark = needs_triton
 ROWS, LONGEST, BLOCKS = 8, 4096, 5000
-MISTAKES: dict[str, tuple[ModuleType, Mistake]] = {
+MISTAKES: dict[str, tuple[ModuleType, Mistake, type[Exception]]] = {
     "a graph of one key fewer is long enough": (
         graphs,
         [("k[1] >= longest)", "k[1] >= longest - 1)")],
+        AssertionError,
     ),
     "a graph of one row fewer is large enough": (
         graphs,
         [("k[0] >= rows and", "k[0] >= rows - 1 and")],
+        ValueError,
     ),
     "graphs have no room for long tables": (
         triton_backend,
         [("rows * (_ROW_WORDS + blocks))", "1)")],
+        ValueError,
     ),
     "graphs read what launched steps read": (
         triton_backend,
         [("return (fixed or self._upload).send(", "return self._upload.send(")],
+        AssertionError,
     ),
 }
 
@@ -123,9 +127,9 @@ def test_the_smallest_graph_that_fits_reads_the_step(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    source, mistake = MISTAKES[name]
+    source, mistake, error = MISTAKES[name]
     wrong = module_of(source, mistake)
     backends = wrong if source is triton_backend else triton_backend
     monkeypatch.setattr(backends, "unusable", lambda device: None)
-    with pytest.raises((AssertionError, ValueError)):
+    with pytest.raises(error):
         check(wrong if source is graphs else graphs, backends)

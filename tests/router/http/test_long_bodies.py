@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Mapping
 
 import pytest
 
+from kvrelay.rpc.security.identity import Tenant
 from router.generate.request import MAX_MESSAGES
 from router.http import exchange
 from router.http.exchange import LONG_BODY
 from router.http.fields import parse_object
-from tests.router.http.rig import SEED, door, events
-from tests.router.rig import PROMPT
+from router.queue.inbox import Sender
+from tests.router.http.rig import SEED, bounded, door, events, raw
+from tests.router.rig import PROMPT, until
 
 CHATS, PAGE = "/v1/chat/completions", "/v1/completions"
+LOCAL = Sender(Tenant(), "127.0.0.1").holder
 TALK: dict[str, object] = {"messages": [{"role": "user", "content": "Hi"}]}
 TOO_MANY: dict[str, tuple[object, str]] = {
     "messages": ([5] * (MAX_MESSAGES + 1), "at most 4096"),
@@ -36,6 +40,34 @@ async def test_what_is_too_long_is_not_looked_at(name: str) -> None:
         assert made.status_code == 400
         error = made.json()["error"]
         assert (error["param"], error["message"]) == (name, f"{name}: {told}")
+
+
+async def test_a_client_that_leaves_while_its_body_is_parsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its bytes count until the thread has ended."""
+    begun, go = threading.Event(), threading.Event()
+
+    def parse(raw: bytes) -> Mapping[str, object]:
+        begun.set()
+        assert go.wait(20)
+        return parse_object(raw)
+
+    monkeypatch.setattr(exchange, "parse_object", parse)
+    body = json.dumps({"prompt": PROMPT, "user": "x" * LONG_BODY})
+    async with bounded() as (router, client, server):
+        parsed = router.service.bodies.semaphore
+        _, writer = await raw(client)
+        writer.write(
+            f"POST {PAGE} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n\r\n{body}".encode()
+        )
+        assert await asyncio.to_thread(begun.wait, 20)
+        writer.transport.abort()
+        await until(lambda: server.connections.open == 0)
+        assert parsed.held(LOCAL) >= len(body)
+        go.set()
+        await until(lambda: parsed.held(LOCAL) == 0)
 
 
 @pytest.mark.parametrize(

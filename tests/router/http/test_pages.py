@@ -8,6 +8,7 @@ import pytest
 
 from kvrelay.rpc.protocol import RETENTIONS
 from router.http.ask import read_ask
+from router.queue.prompts import MANY_TOKENS
 from tests.router.fakes import answer, decode_worker, text_of, tokenizer
 from tests.router.http.rig import SEED, door, expected
 from tests.router.rig import PROMPT
@@ -28,6 +29,10 @@ async def test_tokens_of_a_text_and_back() -> None:
         asked = {"prompt": "Hello", "return_token_strs": True, "model": "tiny"}
         strings = (await client.post("/tokenize", json=asked)).json()["token_strs"]
         assert len(strings) == len(tokenizer().encode("Hello"))
+        asked["prompt"] = "Hello" * 5000
+        made = (await client.post("/tokenize", json=asked)).json()
+        assert MANY_TOKENS < made["count"] == len(made["token_strs"])
+        assert None not in made["token_strs"]
         back = (await client.post("/detokenize", json={"tokens": ids})).json()
         assert back == {"prompt": "Hello, wörld"}
         empty = (await client.post("/tokenize", json={"prompt": ""})).json()

@@ -262,8 +262,12 @@ async def test_a_method_that_a_page_does_not_have() -> None:
     async with door() as (_, client):
         made = await client.get("/v1/completions")
         assert (made.status_code, made.headers["allow"]) == (405, "POST")
-        assert made.json()["error"]["code"] == "method_not_supported"
-        assert (await client.get("/v1/none")).json()["error"]["code"] == "not_found"
+        error = made.json()["error"]
+        assert error["code"] == "method_not_supported"
+        assert error["message"] == "GET '/v1/completions': use POST"
+        error = (await client.post("/completions")).json()["error"]
+        assert error["code"] == "not_found"
+        assert error["message"].startswith("no page '/completions': there are /v1/chat/completions")
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ async def test_a_client_that_sends_no_message_makes_room(monkeypatch: pytest.Mon
         done = asyncio.ensure_future(router.generate(request()))
         error = await silent.error()
         assert isinstance(error, DeadlineExceeded)
-        assert "did not arrive within 0.2 s" in str(error)
+        assert "was not read within 0.2 s" in str(error)
         assert ids(await done) == answer(PROMPT, 8, 5)
 
 
