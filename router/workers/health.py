@@ -63,7 +63,7 @@ READY = WorkerHealth(HealthState.READY, None)
 def health_after_answer(serving: bool, draining: bool) -> WorkerHealth:
     """The health of a worker that answered a check."""
     if draining:
-        return WorkerHealth(HealthState.DRAINING, Draining("it takes no requests"))
+        return WorkerHealth(HealthState.DRAINING, Draining("it is draining"))
     if not serving:
         return WorkerHealth(HealthState.DRAINING, Draining("it says NOT_SERVING"))
     return READY

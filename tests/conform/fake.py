@@ -127,7 +127,7 @@ class FakeLM:
             key.append(random.random())
         if self.manners.defect == "resume":
             key.append(prompt)
-        if self.manners.defect == "some resumes" and sampled and prompt % 3 == 0:
+        if self.manners.defect == "late resumes" and sampled and int(body["max_tokens"]) < 8:
             key.append(prompt)
         if sampled and not self.has("draws that go on"):
             key.append(prompt)

@@ -107,7 +107,6 @@ DEFECTS = {
     "recomputed": ({"evicted"}, ANYWHERE - {"repeat", "cached", "usage", "seeds"}),
     "abort": ({"abort"}, ANYWHERE - {"repeat", "cold", "prefix", *CROWDED, "cached", "usage"}),
     "resume": ({"resume"}, {"resume"}),
-    "some resumes": ({"resume"}, {"resume"}),
     "samples": ({"samples"}, {"samples"}),
     "seed": ({"repeat", "cold", *CROWDED, "abort", "samples", "evicted"}, ANYWHERE),
     "salts": ({"salts", "cached"}, {"salts", "cached"}),
@@ -259,6 +258,14 @@ def test_a_server_without_seeds_is_examined_greedily(conform: ConformCommand) ->
         found = conform(url, "--check", "repeat", "--check", "usage")
     assert found.outcomes("repeat") == {"greedy": "exact", "sampled": "not supported"}
     assert found.status == 0
+
+
+def test_a_sampled_resume_that_differs_is_found_among_equal_ones(conform: ConformCommand) -> None:
+    """Without other checks, so that the seed decides all cuts."""
+    with fake(FakeManners(defect="late resumes")) as url:
+        found = conform(url, "--check", "resume", "--prompts", 4)
+    assert found.outcomes("resume") == {"greedy": "exact", "sampled": "differs"}
+    assert found.status == 1
 
 
 def test_draws_that_begin_anew_are_no_difference(conform: ConformCommand) -> None:
