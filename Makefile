@@ -36,7 +36,7 @@ help: ## show this list
 	@echo
 	@echo "Arguments go through ARGS: make up ARGS='--prefill 2 --decode 2 --port 50051'"
 
-demo: $(READY) ## start a small cluster, ask it questions, kill workers, check the answers
+demo: $(READY) ## start a small cluster, kill workers, check every answer
 	@$(BIN)/kvrelay demo $(ARGS)
 
 up: $(READY) ## start a cluster that serves until Ctrl-C
@@ -49,7 +49,7 @@ test: $(READY) ## run the tests (under ten minutes on two cores)
 cover: $(READY) ## run the tests with coverage (half as long again)
 	@$(BIN)/python -m pytest -m 'not slow and not peer and not vllm and not triton' --cov --cov-report=term $(ARGS)
 
-test-slow: $(READY) ## run the tests that wait for silent peers (a quarter of an hour)
+test-slow: $(READY) ## run the tests that wait for silent peers (20 minutes)
 	@$(BIN)/python -m pytest -m 'slow and not peer and not vllm' \
 		$(BY_FILE) $(ARGS)
 
@@ -57,12 +57,12 @@ test-fast: $(READY) ## run the tests that start no processes
 	@$(BIN)/python -m pytest -m 'not cluster and not slow and not peer and not vllm and not triton' $(ARGS)
 
 # Their environments lie in ~/.cache/kvrelay-tests (6 GB) and are kept between runs and checkouts.
-test-clients: $(READY) ## run aiperf, guidellm, vLLM's bench, Node's clients and Chromium against it
+test-clients: $(READY) ## run aiperf, guidellm, vLLM's bench, Node and Chromium
 	@$(BIN)/python -m tests.peers.install
 	@$(BIN)/python -m pytest -m peer $(ARGS)
 
 # vLLM is that of test-clients; what kvrelay[worker-vllm] adds lies beside it.
-test-vllm: $(READY) ## run vLLM with our store: verified loads, failures, sampling, preemption
+test-vllm: $(READY) ## run vLLM with our store: loads, failures, sampling
 	@$(BIN)/python -m tests.vllm.environment
 	@$(BIN)/python -m pytest -m vllm $(ARGS)
 
@@ -73,7 +73,7 @@ test-gpu: $(READY) ## interpret and compile the kernels for GPUs; no GPU is need
 		then echo "test-gpu: skipped, pip cannot install triton here"; exit 0; fi; \
 	$(BIN)/python -m pytest -m triton $(SIDE_BY_SIDE) tests/engine/cuda tests/engine/torch/test_device_sampler.py $(ARGS)
 
-check: $(READY) buf ## lint, format, strict types, buf lint, house rules (imports, generated code)
+check: $(READY) buf ## lint, format, types, buf lint, house rules
 	@echo "ruff check" && $(BIN)/ruff check --quiet --output-format concise .
 	@echo "ruff format --check" && $(BIN)/ruff format --quiet --check .
 	@echo "mypy --strict" && $(BIN)/mypy
@@ -81,7 +81,7 @@ check: $(READY) buf ## lint, format, strict types, buf lint, house rules (import
 
 # Installs buf on first use; later runs need no network. Without npm the house rules still check
 # the contract: tests/house/proto_lint.py has the rules of STANDARD.
-buf: $(READY) ## lint the .proto files with buf, which npm installs into .venv/buf
+buf: $(READY) ## lint the .proto files (npm installs buf into .venv/buf)
 	@if [ ! -x $(BUF) ] && ! command -v npm >/dev/null; then \
 		echo "buf lint: skipped, npm is missing (install Node.js to run it);" \
 			"tests/house/test_protos.py checks the same rules"; \
@@ -103,16 +103,16 @@ protos: $(READY) ## regenerate the modules in kvrelay/v1/ from the .proto files
 		--python_out=. --mypy_out=quiet:. --grpc_python_out=. --mypy_grpc_out=quiet:. $(PROTOS)
 	@git status --short kvrelay/v1 2>/dev/null || true
 
-chaos: $(READY) ## kill processes at random under load, compare every token: ARGS='--minutes 30 --seed 7'
+chaos: $(READY) ## kill processes under load, compare: ARGS='--minutes 30'
 	@$(BIN)/python -m tests.failures.chaos $(ARGS)
 
-fuzz: $(READY) ## send mutated messages and raw bytes to every port: ARGS='--messages 100000 --seed 7'
+fuzz: $(READY) ## mutated messages to every port: ARGS='--messages 100000'
 	@$(BIN)/python -m tests.fuzz.run $(ARGS)
 
-soak: $(READY) ## readers and writers on a full store, compare every byte: ARGS='--seconds 60 --disk'
+soak: $(READY) ## load a full store: ARGS='--seconds 60 --disk'
 	@$(BIN)/python -m tests.kvstore.soak $(ARGS)
 
-prove: $(READY) ## explore all accounting states and mutations at full size (a quarter of an hour)
+prove: $(READY) ## explore all accounting states and mutations (15 minutes)
 	@run=$$(mktemp) && $(BIN)/python -m tests.accounting.prove --save $$run $(ARGS) \
 		&& $(BIN)/python -m tests.accounting.page $$run && rm $$run
 
