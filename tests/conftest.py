@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 # Before anything imports torch. Tiny models: more threads only wait for each other, and for ten
 # times as long on a machine that has other work.
@@ -23,6 +23,7 @@ os.environ.setdefault("XDG_STATE_HOME", f"{tempfile.gettempdir()}/kvrelay-tests-
 import pytest
 
 from kvrelay.engine.attention.native import build
+from kvrelay.rpc.security import policy
 from tests.kvstore.redis.redisserver import version
 
 
@@ -49,6 +50,14 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
         (name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections
     ]
     return report
+
+
+@pytest.fixture(autouse=True)
+def security() -> Iterator[None]:
+    """A command in this process installs that of a cluster beside it, such as another test's."""
+    before = policy.installed()
+    yield
+    policy._installed = before
 
 
 @pytest.fixture(scope="session")

@@ -581,8 +581,12 @@ def move(cluster: Cluster, store: RedisStore, block: Block) -> Iterator[None]:
     server, target, slot = whose(cluster, store, block)
 
     def give(to: Server, first: Sequence[Server]) -> None:
-        """The new owner learns it first; whoever has keys in a slot does not let it go."""
+        """The new owner learns it first; whoever has keys in a slot does not let it go.
+
+        It has the newest epoch: a message of the old owner that is under way takes nothing back.
+        """
         with to.client() as client:
+            client.execute_command("CLUSTER BUMPEPOCH")
             identity = client.execute_command("CLUSTER MYID").decode()
         for one in (*first, *cluster.servers):
             with one.client() as client:
