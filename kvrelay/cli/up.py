@@ -187,12 +187,12 @@ class Up:
     def _show_line(self, spec: ProcessSpec, line: str) -> None:
         if self._config.quiet:
             return
-        if self._config.log_format == "json" and not line.startswith("{"):
-            self._say(line, spec.name)
-        elif self._config.log_format == "json":
+        if self._config.log_format != "json":
+            self._print(f"{paint(f'{spec.name:>9} |', COLOURS[spec.role], sys.stderr)} {line}")
+        elif line.startswith("{"):
             self._print(line)  # it names its service
         else:
-            self._print(f"{paint(f'{spec.name:>9} |', COLOURS[spec.role], sys.stderr)} {line}")
+            self._say(line, spec.name)
 
     def _show_change(self, spec: ProcessSpec, what: str) -> None:
         self._say(what, spec.name)

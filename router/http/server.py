@@ -48,7 +48,7 @@ class _EmbeddedServer(uvicorn.Server):
             task.cancel()
 
     def abort_connections(self) -> None:
-        """Close those that are left: their clients do not read, or send on after the response."""
+        """Abort open connections: their clients do not read the response, or still send."""
         for one in list(self.server_state.connections):
             if isinstance(one, BoundedProtocol):
                 one.abort()

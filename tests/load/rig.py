@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -61,25 +61,16 @@ class LoadCommand:
 
 
 @contextmanager
-def refusing_server(status: int, *messages: str) -> Iterator[str]:
-    """The URL of a server that refuses every request; each POST gets the next message."""
-    said = cycle(messages)
+def answering(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
+    """The URL of a server that gives every GET and POST to ``answer``, each in a thread."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._refuse(messages[0])
+            self.rfile.read(int(self.headers["content-length"] or 0))
+            answer(self)
 
         def do_POST(self) -> None:
-            self._refuse(next(said))
-
-        def _refuse(self, message: str) -> None:
-            text = json.dumps({"error": {"message": message}}).encode()
-            self.rfile.read(int(self.headers["content-length"] or 0))
-            self.send_response(status)
-            self.send_header("content-length", str(len(text)))
-            self.send_header("retry-after", "0")
-            self.end_headers()
-            self.wfile.write(text)
+            self.do_GET()
 
         def log_message(self, format: str, *args: object) -> None:
             """Standard error is the command's."""
@@ -94,10 +85,35 @@ def refusing_server(status: int, *messages: str) -> Iterator[str]:
             thread.join()
 
 
-class OddServer:
-    """A server with fixed answers. ``page`` is its metrics page; a page of ``None`` never comes.
+def send(handler: BaseHTTPRequestHandler, status: int, text: str, retry_after: str) -> None:
+    """A whole response; ``retry_after`` is left out if it is empty."""
+    body = text.encode()
+    handler.send_response(status)
+    handler.send_header("content-length", str(len(body)))
+    if retry_after:
+        handler.send_header("retry-after", retry_after)
+    handler.end_headers()
+    with suppress(ConnectionError):  # a client that has left
+        handler.wfile.write(body)
 
-    ``events``: the data of each event of a stream, after which one with a finish reason follows.
+
+@contextmanager
+def refusing_server(status: int, *messages: str) -> Iterator[str]:
+    """The URL of a server that refuses every request; each POST gets the next message."""
+    said = cycle(messages)
+
+    def refuse(handler: BaseHTTPRequestHandler) -> None:
+        message = next(said) if handler.command == "POST" else messages[0]
+        send(handler, status, json.dumps({"error": {"message": message}}), "0")
+
+    with answering(refuse) as url:
+        yield url
+
+
+class OddServer:
+    """A server with fixed answers: ``events`` has the data of each event of a stream.
+
+    ``pages``: the text of each path that is read with GET; for ``None`` no response ever comes.
     """
 
     def __init__(self, *events: str, status: int = 200, retry_after: str = "") -> None:
@@ -109,43 +125,23 @@ class OddServer:
         self.ended = threading.Event()
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
-        handler.rfile.read(int(handler.headers["content-length"] or 0))
-        text: str | None = "".join(f"data: {event}\n\n" for event in self.events)
-        if handler.command == "GET":
-            self.keys[handler.path] = handler.headers["authorization"]
-            text = self.pages.get(handler.path, "")
-        if text is None:
-            self.ended.wait()
+        if handler.command == "POST":
+            stream = "".join(f"data: {event}\n\n" for event in self.events)
+            send(handler, self.status, stream, self.retry_after)
             return
-        handler.send_response(self.status if handler.command == "POST" else 200)
-        handler.send_header("content-length", str(len(text)))
-        if self.retry_after:
-            handler.send_header("retry-after", self.retry_after)
-        handler.end_headers()
-        with suppress(ConnectionError):  # a client that has left
-            handler.wfile.write(text.encode())
+        self.keys[handler.path] = handler.headers["authorization"]
+        page = self.pages.get(handler.path, "")
+        if page is None:
+            self.ended.wait()
+        else:
+            send(handler, 200, page, "")
 
 
 @contextmanager
 def serve(odd: OddServer) -> Iterator[str]:
-    """Its URL."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            odd.answer(self)
-
-        def do_POST(self) -> None:
-            odd.answer(self)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Standard error is the command's."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
+    """Its URL. Responses that never come end with the block."""
+    with answering(odd.answer) as url:
         try:
-            yield f"http://127.0.0.1:{server.server_port}"
+            yield url
         finally:
             odd.ended.set()
-            server.shutdown()
-            thread.join()

@@ -25,7 +25,7 @@ def open_device(asked: str) -> torch.device:
 
     For "cuda:N" see ``process.gpus``. Raises ``Unservable`` if the device is not there. "auto"
     raises it if torch cannot use a GPU that this container was given, or that is here beside a
-    torch for CUDA. Otherwise the service would compute on the CPU, and nobody would notice.
+    torch for CUDA: without this error the service would compute on the CPU unnoticed.
     """
     if asked not in ("auto", "cpu", "cuda"):
         raise Unservable(f"device {asked!r}: must be auto, cpu or cuda")

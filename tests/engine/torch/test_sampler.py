@@ -292,7 +292,7 @@ def test_row_without_sampling_is_refused() -> None:
 
 
 def test_logits_of_more_than_32_bits() -> None:
-    """15,000 rows of Qwen's vocabulary; pages that nobody touches take no memory."""
+    """15,000 rows of Qwen's vocabulary. Memory that is never written is never taken."""
     rows, vocab = 15_000, 151_936
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
     logits = torch.frombuffer(mmap.mmap(-1, rows * vocab * 4, flags=flags), dtype=torch.float32)

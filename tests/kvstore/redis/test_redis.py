@@ -581,9 +581,9 @@ def move(cluster: Cluster, store: RedisStore, block: Block) -> Iterator[None]:
     server, target, slot = whose(cluster, store, block)
 
     def give(to: Server, first: Sequence[Server]) -> None:
-        """The new owner learns it first; whoever has keys in a slot does not let it go.
+        """Tell the new owner first. A server keeps a slot while it has keys there: delete them.
 
-        It has the newest epoch: a message of the old owner that is under way takes nothing back.
+        The new owner gets the newest epoch, so no late message of the old owner takes the slot.
         """
         with to.client() as client:
             client.execute_command("CLUSTER BUMPEPOCH")

@@ -1,4 +1,4 @@
-"""Bodies of megabytes: refused by their counts, and read beside the other requests."""
+"""A long body holds up no other request, and lists with too many entries are refused early."""
 
 from __future__ import annotations
 
