@@ -210,7 +210,7 @@ def _native_attention() -> Diagnosis:
 
 
 def _products() -> Diagnosis:
-    """Whether bfloat16 is multiplied on AMX tiles."""
+    """What multiplies bfloat16 on the CPU."""
     from kvrelay.engine.attention.native.library import load_products
     from kvrelay.engine.attention.native.products import Products
 
@@ -220,7 +220,7 @@ def _products() -> Diagnosis:
         return Diagnosis("products", "absent", str(error), "workers in bfloat16 refuse to start")
     if isinstance(found, Products):
         means = "workers on the CPU multiply bfloat16 with it"
-        return Diagnosis("products", "ok", f"{found.profile}, on AMX tiles", means)
+        return Diagnosis("products", "ok", found.profile, means)
     means = "workers on the CPU multiply bfloat16 with oneDNN"
     return Diagnosis("products", "absent" if found.notable else "ok", found.reason, means)
 

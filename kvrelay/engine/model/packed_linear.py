@@ -1,6 +1,7 @@
 """Linear layers on the CPU whose weights are packed once at start.
 
-On CPUs with AMX our own kernel multiplies bfloat16 (``attention.native.products``); else oneDNN.
+On CPUs with AMX, and on those for which oneDNN has no bfloat16, our own kernels multiply it
+(``attention.native.products``); else oneDNN does.
 
 oneDNN, measured on a 2-core AVX-512 machine, one thread, 1024 x 6144: bfloat16 1.5 times (16
 rows) to 2.5 times (1 row) as fast as ``nn.Linear`` and equal to the bit; float32 3 times (16 rows),
@@ -18,7 +19,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from kvrelay.engine.attention.index import rows_computed
-from kvrelay.engine.attention.native.library import load_products
+from kvrelay.engine.attention.native.library import is_bfloat16_slow, load_products
 from kvrelay.engine.attention.native.products import NoProducts, Products, tiled
 from kvrelay.process.cores import MOST_THREADS
 
@@ -57,7 +58,7 @@ def products_of(dtype: torch.dtype) -> Products | NoProducts:
     """The CPU's products in a dtype; ``Rejected`` as in ``load_products``."""
     if dtype is torch.bfloat16:
         return load_products()
-    return NoProducts("AMX tiles are for bfloat16", notable=False)
+    return NoProducts("they are for bfloat16", notable=False)
 
 
 class PackedLinear(torch.nn.Module):
@@ -144,7 +145,7 @@ def stacked(layers: Sequence[torch.nn.Linear]) -> Linear:
 
 
 def pack_linears(model: torch.nn.Module) -> int:
-    """Replace every plain linear layer that oneDNN can pack; returns how many were replaced.
+    """Replace every plain linear layer that can be packed; returns how many were replaced.
 
     GPT-2's ``Conv1D`` is one with a transposed weight. Nothing is replaced on a GPU, in
     float16, or where this torch was built without oneDNN.
@@ -166,6 +167,6 @@ def _packable(weight: torch.Tensor) -> bool:
     if weight.device.type != "cpu" or weight.dtype not in _PACKED:
         return False
     built = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    # oneDNN packs no bfloat16 on a CPU with AVX2 alone.
-    packs = weight.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return bool(built and packs)
+    if weight.dtype is torch.float32:
+        return bool(built)
+    return isinstance(products_of(weight.dtype), Products) or bool(built and not is_bfloat16_slow())

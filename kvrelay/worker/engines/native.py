@@ -146,7 +146,7 @@ def open_runner(model: LoadedModel, limits: EngineLimits, way: Way, threads: int
     if isinstance(model.products, Products):
         log.info("matrix products are %s", model.products.profile)
     elif model.products.notable:
-        log.warning("matrix products do not use AMX: %s", model.products.reason)
+        log.warning("matrix products are those of torch: %s", model.products.reason)
     if runner.graphs_reason:
         log.warning("decode steps run without CUDA graphs: %s", runner.graphs_reason)
     return runner

@@ -41,12 +41,12 @@ def layer(
     """A product, its weight and its bias."""
     weight = numbers(generator, columns, size)
     added = numbers(generator, columns) if bias else None
-    return tiled(Products(function, parallel), weight, added), weight, added
+    return tiled(Products("", function, parallel), weight, added), weight, added
 
 
 def of_plain(product: TiledWeight) -> TiledWeight:
     """The same weight, multiplied by the definition."""
-    plain = Products(load_product(PLAIN), 0)
+    plain = Products(PLAIN, load_product(PLAIN), 0)
     sizes = (product.out_features, product.in_features)
     return TiledWeight(plain, product.packed, product.bias, *sizes)
 
@@ -96,7 +96,7 @@ def check_hidden_bits(function: ProductFunction) -> None:
     for size in (32, 64, 224):
         x, weight = numbers(generator, 1, size), numbers(generator, 500, size)
         for _ in range(3):
-            product = tiled(Products(function, 0), weight, None)
+            product = tiled(Products("", function, 0), weight, None)
             leading = product(x)
             assert same(leading, of_plain(product)(x)), f"{x.shape[1]} numbers"
             one, taken = torch.zeros(1, 32).bfloat16(), torch.zeros(500, 32).bfloat16()
@@ -146,7 +146,7 @@ def check_threads(function: ProductFunction) -> None:
             for threads in (2, 3, 8):
                 torch.set_num_threads(threads)
                 team = Team()
-                shared = Products(function, team.address)
+                shared = Products("", function, team.address)
                 got = TiledWeight(shared, product.packed, product.bias, columns, size)(x)
                 assert same(got, wanted), f"{rows} rows on {threads} threads"
                 assert team.sizes == [threads] * woken
@@ -178,5 +178,5 @@ def everything(function: ProductFunction, seed: int, cases: int) -> None:
 
 
 if __name__ == "__main__":
-    assert not tiles_refused()
+    tiles_refused()  # or not: an object with AMX may use them from now on
     everything(product_function(ctypes.CDLL(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]))

@@ -5,15 +5,17 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from kvrelay.engine.attention.native import build
 from kvrelay.engine.attention.native.library import runs, tiles_refused
+from tests.engine.native.product_mutants import AMX_MUTANTS, AVX2_MUTANTS
 
-VARIANT = "avx2"
+VARIANT = build.AVX2
 KERNEL, LANES, COMMON = "attention.cpp", "lanes_avx2.h", "lanes.h"
 ROWS, ROWS_H = "rows.cpp", "rows.h"
 SECONDS = 200
@@ -152,85 +154,6 @@ MUTANTS = {
 }
 
 
-# Of the products on AMX tiles, in the same way.
-PRODUCTS = "products.cpp"
-PRODUCT_MUTANTS = {
-    "sums begin anew with every chunk": ("from == 0, own);", "true, own);"),
-    "sums of the task before are kept": ("from == 0, own);", "false, own);"),
-    "the sums of a task overlap": ("((panel - left) * strips + i) * NUMBERS", "i * NUMBERS"),
-    "left and right columns are swapped": (
-        "_tile_loadd(6, packed, LINE);",
-        "_tile_loadd(6, packed + STEP / 2, LINE);",
-    ),
-    "the last task has the rows of the first": (
-        "row = job.top + i * FEW, rows",
-        "row = i * FEW, rows",
-    ),
-    "the last rows of many are left out": ("job.top < rows;", "job.top < 1;"),
-    "few products wake threads": ("SERIAL = 1e5", "SERIAL = 0"),
-    "many products wake no threads": ("SERIAL = 1e5", "SERIAL = 1e15"),
-    "subnormal numbers count": ("  const Rounding rounding;\n", ""),
-    "the number of rows changes the order of blocks": (
-        "for (long i = 0; i < count; i++) add_block<BOTH>(x + i * STRIP, packed + i * STEP);",
-        "for (long j = 0; j < count; j++) {\n    const long i = BOTH ? j : count - 1 - j;\n"
-        "    add_block<BOTH>(x + i * STRIP, packed + i * STEP);\n  }",
-    ),
-    "the rest of a row is read from the next row": (
-        "_mm512_maskz_loadu_epi16(here, x + 2 * i * job.k)",
-        "_mm512_loadu_si512(x + 2 * i * job.k)",
-    ),
-    "the rest of a row is left out": (
-        "_mm512_maskz_loadu_epi16(here, x + 2 * i * job.k)",
-        "_mm512_setzero_si512()",
-    ),
-    "the rest of a row has no zeros behind it": (
-        "_mm512_maskz_loadu_epi16(here, x + 2 * i * job.k)",
-        "_mm512_mask_loadu_epi16(_mm512_set1_epi32(-1), here, x + 2 * i * job.k)",
-    ),
-    "every strip has the rows of the first": (
-        "job.copy(i) + from * STRIP",
-        "job.copy(0) + from * STRIP",
-    ),
-    "later blocks of many rows are the first": (
-        "job.copy(i) + from * STRIP",
-        "job.copy(i)",
-    ),
-    "later rows are copies of the first": (
-        "const long row = job.top + i * FEW;\n",
-        "const long row = i * FEW;\n",
-    ),
-    "columns beyond the last are written": (
-        "__mmask32((1ull << least(PANEL, job.n - from)) - 1)",
-        "~__mmask32(0)",
-    ),
-    "rows beyond the last are read": (
-        "row, least(FEW, job.bottom - row), job.copy(i)",
-        "row, FEW, job.copy(i)",
-    ),
-    "the bias is added after rounding": (
-        "left = _mm512_add_ps(left, low);",
-        "left = _mm512_add_ps(_mm512_castsi512_ps(_mm512_and_si512("
-        "_mm512_castps_si512(left), _mm512_set1_epi32(int(0xffff0000)))), low);",
-    ),
-    "both halves have the bias of the left one": (
-        "right = _mm512_add_ps(right, high);",
-        "right = _mm512_add_ps(right, low);",
-    ),
-    "a NaN has the bits of its origin": (
-        "_mm512_cvtne2ps_pbh(canonical(right), canonical(left))",
-        "_mm512_cvtne2ps_pbh(canonical(right), left)",
-    ),
-    "a result is cut off and not rounded": (
-        "(__m512i)_mm512_cvtne2ps_pbh(canonical(right), canonical(left));",
-        "_mm512_permutex2var_epi16(_mm512_srli_epi32(_mm512_castps_si512(canonical(left)), 16),"
-        " _mm512_set_epi16(62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32, 30, 28,"
-        " 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0),"
-        " _mm512_srli_epi32(_mm512_castps_si512(canonical(right)), 16));",
-    ),
-    "a large result is aligned anyway": (" && uintptr_t(out) % LINE == 0", ""),
-}
-
-
 TILE_MUTANTS = {
     "sums of outputs begin with zero": (
         "  if (onto) {\n    _tile_loadd(0",
@@ -262,12 +185,12 @@ TILE_MUTANTS = {
 """In the part of attention.cpp for AMX."""
 
 
-def compile_in(folder: Path, variant: str = VARIANT) -> Path:
-    """The object of the sources in a folder, with the flags of the build."""
-    path = folder / "mutant.so"
-    flags = [*build.FLAGS, *build.flags_and_sources(variant, folder), "-o", str(path)]
-    subprocess.run([*build.compiler(), *flags], check=True, timeout=SECONDS)
-    return path
+def compile_in(path: Path, variant: str, sources: Sequence[str]) -> Path:
+    """The object of sources in a folder, with the flags of the build."""
+    made = path / "mutant.so"
+    words = [*build.FLAGS, *build.VARIANTS[variant], *(str(path / source) for source in sources)]
+    subprocess.run([*build.compiler(), *words, "-o", str(made)], check=True, timeout=SECONDS)
+    return made
 
 
 PROGRAMS = (["guarded"], ["row_checks", "11", "60"], ["checks", VARIANT, "11", "12"])
@@ -291,18 +214,6 @@ def sources(tmp_path: Path, compiled: None) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def processor() -> None:
-    if not runs(VARIANT):
-        pytest.skip(f"not a processor for {VARIANT}")
-
-
-@pytest.fixture
-def tiles() -> None:
-    if reason := tiles_refused():
-        pytest.skip(reason)
-
-
 def change(source: Path, line: str, wrong: str) -> None:
     text = source.read_text()
     assert text.count(line) == 1, f"{source.name} has {line!r} {text.count(line)} times"
@@ -310,46 +221,74 @@ def change(source: Path, line: str, wrong: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_kernel_itself_passes(sources: Path, processor: None) -> None:
-    assert found_by(compile_in(sources)) is None
+def test_the_kernel_itself_passes(sources: Path) -> None:
+    _need(VARIANT)
+    assert found_by(compile_in(sources, VARIANT, build.SOURCES)) is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_mistake_is_found(sources: Path, processor: None, name: str) -> None:
+def test_a_mistake_is_found(sources: Path, name: str) -> None:
+    _need(VARIANT)
     file, line, wrong = MUTANTS[name]
     change(sources / file, line, wrong)
-    assert found_by(compile_in(sources)) is not None
+    assert found_by(compile_in(sources, VARIANT, build.SOURCES)) is not None
 
 
-# The parts of the object with AMX: the file, its mistakes, and the programs that must find them.
-AMX_PARTS = {
-    "products": (PRODUCTS, PRODUCT_MUTANTS, PRODUCT_PROGRAMS),
-    "tiles": (KERNEL, TILE_MUTANTS, TILE_PROGRAMS),
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Of an object: a source, what is compiled, its mistakes, the programs that must find them."""
+
+    variant: str
+    file: str
+    sources: tuple[str, ...]
+    mutants: Mapping[str, tuple[str, str]]
+    programs: Sequence[list[str]]
+
+
+def products_of(variant: str, mutants: Mapping[str, tuple[str, str]]) -> Part:
+    """The products of a variant, which need no other source."""
+    file = build.PRODUCT_SOURCES[variant]
+    return Part(variant, file, (file,), mutants, PRODUCT_PROGRAMS)
+
+
+PARTS = {
+    "products on AMX": products_of(build.AMX, AMX_MUTANTS),
+    "products on AVX2": products_of(build.AVX2, AVX2_MUTANTS),
+    "tiles": Part(build.AMX, KERNEL, build.SOURCES, TILE_MUTANTS, TILE_PROGRAMS),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", AMX_PARTS)
-def test_a_part_with_amx_itself_passes(sources: Path, tiles: None, part: str) -> None:
-    _, _, programs = AMX_PARTS[part]
-    assert found_by(compile_in(sources, build.AMX), programs) is None
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_itself_passes(sources: Path, part: str) -> None:
+    one = PARTS[part]
+    _need(one.variant)
+    assert found_by(compile_in(sources, one.variant, one.sources), one.programs) is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "name"),
-    [(part, name) for part, (_, mutants, _) in AMX_PARTS.items() for name in mutants],
+    [(part, name) for part, one in PARTS.items() for name in one.mutants],
 )
-def test_a_mistake_with_amx_is_found(sources: Path, tiles: None, part: str, name: str) -> None:
-    file, mutants, programs = AMX_PARTS[part]
-    change(sources / file, *mutants[name])
-    assert found_by(compile_in(sources, build.AMX), programs) is not None
+def test_a_mistake_in_a_part_is_found(sources: Path, part: str, name: str) -> None:
+    one = PARTS[part]
+    _need(one.variant)
+    change(sources / one.file, *one.mutants[name])
+    assert found_by(compile_in(sources, one.variant, one.sources), one.programs) is not None
+
+
+def _need(variant: str) -> None:
+    """Skip the test if this processor cannot run the variant."""
+    reason = tiles_refused() if variant == build.AMX else ""
+    if reason or not runs(variant):
+        pytest.skip(reason or f"not a processor for {variant}")
 
 
 def test_every_mistake_has_its_line() -> None:
     """What the slow tests change is still in the sources, once."""
     changed = [*MUTANTS.values()]
-    changed += [(file, *pair) for file, pairs, _ in AMX_PARTS.values() for pair in pairs.values()]
+    changed += [(one.file, *pair) for one in PARTS.values() for pair in one.mutants.values()]
     counts = {line: (build.FOLDER / file).read_text().count(line) for file, line, _ in changed}
     assert set(counts.values()) == {1}, counts

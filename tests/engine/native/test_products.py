@@ -1,4 +1,4 @@
-"""The products on AMX tiles, what refuses them, and what is used instead."""
+"""The products on AMX tiles and AVX2, what refuses them, and what is used instead."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from kvrelay.engine.attention.native.library import (
     load_product,
     load_products,
     parallel,
+    runs,
     tiles_refused,
 )
 from kvrelay.engine.attention.native.products import (
@@ -38,11 +39,19 @@ from tests.engine.native.checks import same
 from tests.models import tiny_model
 
 
+@pytest.fixture(params=build.PRODUCT_SOURCES)
+def variant(compiled: None, request: pytest.FixtureRequest) -> str:
+    """Of the products that this processor can run."""
+    name: str = request.param
+    reason = tiles_refused() if name == build.AMX else ""
+    if reason or not runs(name):
+        pytest.skip(reason or f"this processor has no {name}")
+    return name
+
+
 @pytest.fixture
-def function(compiled: None) -> ProductFunction:
-    if reason := tiles_refused():
-        pytest.skip(reason)
-    return load_product(build.AMX)
+def function(variant: str) -> ProductFunction:
+    return load_product(variant)
 
 
 @pytest.fixture
@@ -79,16 +88,16 @@ def test_torchs_own_threads(function: ProductFunction, threads: int) -> None:
     x, weight = torch.randn(600, 520).bfloat16(), torch.randn(999, 520).bfloat16()
     try:
         torch.set_num_threads(threads)
-        got = tiled(Products(function, parallel()), weight, None)(x)
+        got = tiled(Products("", function, parallel()), weight, None)(x)
     finally:
         torch.set_num_threads(before)
-    assert same(got, tiled(Products(function, 0), weight, None)(x))
+    assert same(got, tiled(Products("", function, 0), weight, None)(x))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
-def test_nothing_else_is_read_or_written(function: ProductFunction) -> None:
+def test_nothing_else_is_read_or_written(variant: str) -> None:
     """In a process of its own, which a touch of another page would end."""
-    path = build.FOLDER / build.object_name(build.AMX)
+    path = build.FOLDER / build.object_name(variant)
     command = [sys.executable, "-m", "tests.engine.native.product_guarded", str(path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, (done.returncode, done.stderr)
@@ -116,7 +125,7 @@ def test_the_self_test_finds_a_wrong_product(function: ProductFunction) -> None:
 
 
 def test_operands_that_do_not_fit_are_refused(compiled: None) -> None:
-    products = Products(load_product(build.PLAIN), 0)
+    products = Products(build.PLAIN, load_product(build.PLAIN), 0)
     weight = torch.ones(4, 8).bfloat16()
     product = tiled(products, weight, None)
     wrong: list[Callable[[], object]] = [
@@ -133,25 +142,25 @@ def test_operands_that_do_not_fit_are_refused(compiled: None) -> None:
 
 
 def test_layers_and_profile_follow_what_is_used(
-    function: ProductFunction, fresh: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    variant: str, fresh: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Workers with and without tiles have profiles of their own; in float32 there is one."""
+    """Workers with other products have profiles of their own; in float32 there is one."""
     layer = torch.nn.Linear(40, 24).bfloat16()
     x = torch.randn(3, 40).bfloat16()
     folder = tiny_model("llama", tmp_path / "llama", DTYPES["bfloat16"])
     profiles = {}
-    for name in (build.AMX, library.ONEDNN):
+    for name in (variant, library.ONEDNN):
         monkeypatch.setenv(FORCED_PRODUCTS, name)
-        own = tiled(Products(function, 0), layer.weight, layer.bias)(x)
+        own = tiled(Products("", load_product(variant), 0), layer.weight, layer.bias)(x)
         with torch.inference_mode():
             torch.testing.assert_close(linear(layer)(x), own, rtol=1e-2, atol=1e-3)
         for dtype in ("bfloat16", "float32"):
             model = load_model(folder, dtype, "cpu")
-            assert isinstance(model.products, Products) == ((name, dtype) == ("amx", "bfloat16"))
+            assert isinstance(model.products, Products) == ((name, dtype) == (variant, "bfloat16"))
             profiles[name, dtype] = numeric_profile(model, "auto", 1)
-    assert "/products-1-amx/" in profiles["amx", "bfloat16"]
+    assert f"/products-1-{variant}/" in profiles[variant, "bfloat16"]
     assert "products" not in profiles["onednn", "bfloat16"]
-    assert profiles["amx", "float32"] == profiles["onednn", "float32"]
+    assert profiles[variant, "float32"] == profiles["onednn", "float32"]
 
 
 def test_a_refusal_of_the_system_is_said(
@@ -164,17 +173,38 @@ def test_a_refusal_of_the_system_is_said(
     with pytest.raises(Rejected, match=f"{FORCED_PRODUCTS}: amx cannot be used: the system"):
         load_products()
     monkeypatch.setenv(FORCED_PRODUCTS, "mkl")
-    with pytest.raises(Rejected, match="'mkl' is not known: amx or onednn"):
+    with pytest.raises(Rejected, match="'mkl' is not known: amx, avx2 or onednn"):
         load_products()
     monkeypatch.setenv(FORCED_PRODUCTS, "onednn")
     assert load_products() == NoProducts("KVRELAY_PRODUCTS=onednn", notable=False)
 
 
-def test_a_processor_without_tiles_is_nothing_to_note(
+def test_without_tiles_the_best_products_are_used(
     fresh: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """oneDNN's where it has kernels of bfloat16, else those on AVX2; there is nothing to note."""
     monkeypatch.setattr(library, "tiles_refused", lambda: library.NO_TILES)
+    monkeypatch.setattr(library, "is_bfloat16_slow", lambda: False)
     assert load_products() == NoProducts(library.NO_TILES, notable=False)
+    library._load_products.cache_clear()
+    monkeypatch.setattr(library, "is_bfloat16_slow", lambda: True)
+    if runs(build.AVX2):
+        found = load_products()
+        assert isinstance(found, Products)
+        assert found.variant == build.AVX2
+    library._load_products.cache_clear()
+    monkeypatch.setattr(library, "runs", lambda name: False)
+    assert load_products() == NoProducts(library.NO_AVX2, notable=False)
+    monkeypatch.setenv(FORCED_PRODUCTS, "avx2")
+    with pytest.raises(Rejected, match="avx2 cannot be used: this processor has no AVX2"):
+        load_products()
+
+
+def test_both_products_have_the_same_bits(compiled: None) -> None:
+    """On AMX and AVX2: a worker's products do not depend on which of the two it has."""
+    if tiles_refused() or not runs(build.AVX2):
+        pytest.skip("needs a processor with both")
+    assert products_differ(load_product(build.AMX), load_product(build.AVX2)) is None
 
 
 def test_what_was_not_compiled_is_not_used(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,20 +222,24 @@ def test_what_was_not_compiled_is_not_used(fresh: None, monkeypatch: pytest.Monk
 
 
 def test_an_object_that_fails_its_test_is_not_used(
-    function: ProductFunction, fresh: None, monkeypatch: pytest.MonkeyPatch
+    variant: str, fresh: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(FORCED_PRODUCTS, variant)
     monkeypatch.setattr(library, "products_differ", lambda function, oracle: "other bits")
-    assert load_products() == NoProducts("other bits")
+    assert library._tested(variant) == NoProducts("other bits")
+    with pytest.raises(Rejected, match=f"{variant} cannot be used: other bits"):
+        load_products()
     library._load_products.cache_clear()
     monkeypatch.setattr(library, "products_differ", lambda function, oracle: None)
     monkeypatch.setattr(library, "parallel", lambda: 0)
-    assert load_products() == NoProducts("torch has no GOMP_parallel")
+    with pytest.raises(Rejected, match=f"{variant} cannot be used: torch has no GOMP_parallel"):
+        load_products()
 
 
 def test_a_forked_process_has_tiles(function: ProductFunction) -> None:
     """A worker is forked from a process that may have asked for them before."""
     x, weight = torch.randn(3, 64).bfloat16(), torch.randn(40, 64).bfloat16()
-    product = tiled(Products(function, 0), weight, None)
+    product = tiled(Products("", function, 0), weight, None)
     wanted = product(x)
     child = os.fork()
     if child == 0:

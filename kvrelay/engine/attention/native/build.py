@@ -22,7 +22,8 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 COMMAND = "python -m kvrelay.engine.attention.native.build"
 PLAIN = "plain"
-AMX = "amx"  # also has the matrix products
+AMX = "amx"  # this one and the next also have the matrix products
+AVX2 = "avx2"
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 # The instruction sets, best first; ``plain`` runs on every machine.
@@ -30,7 +31,7 @@ VARIANTS = {
     AMX: (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     "avx512bf16": (*_AVX512, "-mavx512bf16"),
     "avx512": _AVX512,
-    "avx2": _AVX2,
+    AVX2: _AVX2,
     PLAIN: (),
 }
 # Contraction would fuse a product and a sum in one place and not in another.
@@ -40,7 +41,7 @@ FLAGS = (
 )
 # What each object is made of: ``plain`` is the definition, in plain C++.
 SOURCES = ("attention.cpp", "rows.cpp")
-AMX_SOURCES = (*SOURCES, "products.cpp")
+PRODUCT_SOURCES = {AMX: "products_amx.cpp", AVX2: "products_avx2.cpp"}
 PLAIN_SOURCES = ("plain.cpp", "plain_rows.cpp", "plain_products.cpp")
 _STATIC = ("-static-libgcc", "-static-libstdc++")  # so that no runtime of C++ is needed
 _COMPILERS = ("c++", "g++", "clang++")
@@ -102,7 +103,8 @@ def build(folder: Path = FOLDER) -> list[Path]:
 
 def flags_and_sources(name: str, folder: Path = FOLDER) -> list[str]:
     """The compiler's arguments for an object, ``FLAGS`` aside; ``folder`` has the sources."""
-    sources = {PLAIN: PLAIN_SOURCES, AMX: AMX_SOURCES}.get(name, SOURCES)
+    own = (PRODUCT_SOURCES[name],) if name in PRODUCT_SOURCES else ()
+    sources = PLAIN_SOURCES if name == PLAIN else (*SOURCES, *own)
     return [*VARIANTS[name], *(str(folder / source) for source in sources)]
 
 

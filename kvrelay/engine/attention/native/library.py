@@ -19,6 +19,7 @@ import torch
 from kvrelay.engine.attention.native.arguments import KernelArguments
 from kvrelay.engine.attention.native.build import (
     AMX,
+    AVX2,
     COMMAND,
     FOLDER,
     PLAIN,
@@ -40,6 +41,7 @@ FORCED = "KVRELAY_ATTENTION_VARIANT"
 FORCED_PRODUCTS = "KVRELAY_PRODUCTS"
 ONEDNN = "onednn"
 NO_TILES = "this processor has no AMX for bfloat16"
+NO_AVX2 = "this processor has no AVX2"
 
 Function = Callable[[KernelArguments], int]
 
@@ -137,37 +139,51 @@ def _load(forced: str) -> NativeKernel:
 
 
 def load_products() -> Products | NoProducts:
-    """The bfloat16 products of this process, by default AMX if it passes its self-test.
+    """The bfloat16 products of this process: on AMX, or on AVX2 where oneDNN has none.
 
-    Raises ``Rejected`` if ``KVRELAY_PRODUCTS`` asks for products that cannot be used here.
+    What fails its self-test is not used. Raises ``Rejected`` if ``KVRELAY_PRODUCTS`` asks for
+    products that cannot be used here.
     """
     forced = os.environ.get(FORCED_PRODUCTS, "")
-    if forced not in ("", AMX, ONEDNN):
-        raise Rejected(FORCED_PRODUCTS, f"{forced!r} is not known: {AMX} or {ONEDNN}")
+    if forced not in ("", AMX, AVX2, ONEDNN):
+        raise Rejected(FORCED_PRODUCTS, f"{forced!r} is not known: {AMX}, {AVX2} or {ONEDNN}")
     if forced == ONEDNN:
         return NoProducts(f"{FORCED_PRODUCTS}={forced}", notable=False)
-    found = _load_products()
+    found = _load_products(forced)
     if forced and isinstance(found, NoProducts):
         raise Rejected(FORCED_PRODUCTS, f"{forced} cannot be used: {found.reason}")
     return found
 
 
 @cache
-def _load_products() -> Products | NoProducts:
+def _load_products(forced: str) -> Products | NoProducts:
+    """Those of ``AMX`` or ``AVX2``, or the best ones if ``forced`` is empty."""
     try:
-        reason = tiles_refused()
+        reason = NO_TILES if forced == AVX2 else tiles_refused()
+        if not reason:
+            return _tested(AMX)
+        if reason != NO_TILES or forced == AMX or not (forced or is_bfloat16_slow()):
+            return NoProducts(reason, notable=reason != NO_TILES)
+        return _tested(AVX2) if runs(AVX2) else NoProducts(NO_AVX2, notable=False)
     except NoKernel as error:  # attention has logged it
         return NoProducts(str(error), notable=False)
-    if reason:
-        return NoProducts(reason, notable=reason != NO_TILES)
+
+
+def _tested(variant: str) -> Products | NoProducts:
+    """The products of an object that this processor can run, if they pass their self-test."""
     try:
-        function = load_product(AMX)
+        function = load_product(variant)
         against = products_differ(function, load_product(PLAIN))
     except NoKernel as error:
         return NoProducts(str(error))
     if against is None and not parallel():
         against = "torch has no GOMP_parallel"
-    return Products(function, parallel()) if against is None else NoProducts(against)
+    return Products(variant, function, parallel()) if against is None else NoProducts(against)
+
+
+def is_bfloat16_slow() -> bool:
+    """Whether torch multiplies bfloat16 without oneDNN here, which takes 3 to 7 times as long."""
+    return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def tiles_refused() -> str:
@@ -179,7 +195,7 @@ def tiles_refused() -> str:
 
 
 def load_product(name: str, folder: Path = FOLDER) -> ProductFunction:
-    """The product of one object, ``AMX`` or ``PLAIN``."""
+    """The product of one object: ``AMX``, ``AVX2`` or ``PLAIN``."""
     return product_function(open_object(name, folder))
 
 

@@ -1,6 +1,7 @@
-"""Matrix products in bfloat16 on AMX tiles. Batch-invariant: the bits of a row depend on it alone.
+"""Matrix products in bfloat16 on AMX tiles or AVX2. Batch-invariant: a row depends on itself alone.
 
-products.h defines the arithmetic of an element and the packed layout of a weight.
+products.h defines the arithmetic of an element, which is the same on both, and the packed layout
+of a weight.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-
-from kvrelay.engine.attention.native.build import AMX
 
 REVISION = 1  # of the arithmetic: increase it with every change of a result's bits
 _PANEL = 32
@@ -28,22 +27,23 @@ ProductFunction = Callable[..., int]
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """A compiled product, and ``GOMP_parallel`` of torch's threads (0: one thread)."""
+    """A variant's compiled product, and ``GOMP_parallel`` of torch's threads (0: one thread)."""
 
+    variant: str
     function: ProductFunction
     parallel: int
 
     @property
     def profile(self) -> str:
         """The part of the numeric profile that names these products."""
-        return f"products-{REVISION}-{AMX}"
+        return f"products-{REVISION}-{self.variant}"
 
 
 @dataclass(frozen=True, slots=True)
 class NoProducts:
     """Why oneDNN multiplies instead.
 
-    ``notable``: log it, since this processor has AMX and oneDNN was not asked for.
+    ``notable``: log it, since this processor could do better and oneDNN was not asked for.
     """
 
     reason: str

@@ -53,7 +53,7 @@ def products_differ(function: ProductFunction, oracle: ProductFunction) -> str |
             weight = _numbers((columns, size), large).bfloat16()
             bias = _numbers((columns,), large).bfloat16()
             made = [
-                tiled(Products(each, 0), weight, bias)(x).view(torch.uint8)
+                tiled(Products("", each, 0), weight, bias)(x).view(torch.uint8)
                 for each in (function, oracle)
             ]
             if not torch.equal(*made):
