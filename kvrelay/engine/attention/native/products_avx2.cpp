@@ -19,6 +19,7 @@ constexpr long FEW = 3;            // rows whose accumulators are in registers t
 constexpr long TALL = 513;         // rows of a task: the weight is read once for so many
 constexpr long CHUNK = 8;          // blocks of a panel that stay in an L1 cache
 constexpr long STRIP = FEW * DEPTH;  // numbers of a block of 3 rows of x
+constexpr long AHEAD = 4 * STEP;   // bytes: the weight is asked for so early
 constexpr double SERIAL = 1e5;     // multiplications that are not worth waking threads for
 
 struct Job {
@@ -61,6 +62,8 @@ void add_blocks(const float* x, const char* packed, long count, float* sums) {
     UNROLL for (int i = 0; i < R; i++)
       UNROLL for (int j = 0; j < W; j++) evens[i][j] = odds[i][j] = _mm256_setzero_ps();
     for (long pair = 0; pair < DEPTH / 2; pair++) {
+      for (int side = 0; side < W / 2; side++)
+        _mm_prefetch(packed + AHEAD + side * (STEP / 2) + pair * LINE, _MM_HINT_T0);
       add_pair<R, W, false>(x + 2 * pair, packed + pair * LINE, evens);
       add_pair<R, W, true>(x + 2 * pair, packed + pair * LINE, odds);
     }
