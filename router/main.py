@@ -22,7 +22,7 @@ from kvrelay.v1 import router_pb2_grpc
 from router.config import RouterConfig
 from router.http.access import Access
 from router.http.app import make_app
-from router.http.connections import HttpLimits
+from router.http.connection.table import HttpLimits
 from router.http.server import HttpServer
 from router.metrics import registry_of
 from router.queue.hint_sender import HintSender

@@ -271,6 +271,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             raise Rejected(
                 "n", f"{samples.places} samples, and this router has --max-requests {most}"
             )
+        self.gate.check_samples(samples.places, request.max_tokens)
         hold.widen(samples.places)
         if not hold.charged:  # else by the call that regenerated its output
             hold.charge(samples.charged_tokens)

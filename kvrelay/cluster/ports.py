@@ -77,6 +77,9 @@ class ReservedPorts:
                         wanted.field,
                         f"{wanted.port} is also the value of {fields[wanted.port]}: use another",
                     )
+                if (possible := bind(wanted.host, 0, reuse_address=False)) is None:
+                    raise Rejected("host", f"{wanted.host} is no address of this machine")
+                possible.close()
                 taken = f"{wanted.port} on {wanted.host} is taken"
                 raise Rejected(wanted.field, f"{taken}: stop that process, or {wanted.instead}")
             fields[wanted.port] = wanted.field

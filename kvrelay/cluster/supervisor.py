@@ -76,7 +76,11 @@ def with_cluster_token(config: ClusterConfig) -> ClusterConfig:
 def wanted_ports(specs: Sequence[ProcessSpec]) -> Iterator[WantedPort]:
     """The ports of all processes, that of the HTTP API with the way out if it is taken."""
     for spec in specs:
-        yield WantedPort(spec.host, spec.port, public=spec.role == "router")
+        if spec.role == "router":
+            instead = "take any free one with --port 0"
+            yield WantedPort(spec.host, spec.port, instead=instead, public=True)
+        else:
+            yield WantedPort(spec.host, spec.port)
         if spec.http_port is not None:
             instead = "take any free one with --http-port 0, or none with --no-http"
             yield WantedPort(spec.host, spec.http_port, "http_port", instead, public=True)

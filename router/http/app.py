@@ -21,16 +21,10 @@ from kvrelay.process import logs
 from kvrelay.rpc import tracing
 from router.http.access import Access
 from router.http.backend import Backend
-from router.http.connections import HttpLimits
+from router.http.connection.table import HttpLimits
 from router.http.errors import HttpRefusal, body_of
-from router.http.exchange import (
-    REQUEST_ID,
-    TRACE,
-    Disconnected,
-    Exchange,
-    identifying,
-    request_id_of,
-)
+from router.http.exchange import Disconnected, Exchange
+from router.http.headers import REQUEST_ID, TRACE, identifying, request_id_of
 from router.http.pages import Pages
 from router.http.request import HttpRequest
 

@@ -66,7 +66,7 @@ def body_of(error: KvrelayError) -> ErrorBody:
     """The body: what failed, the field under its name in the request, and whose fault it is."""
     status, param, message = status_of(error), None, str(error)
     if isinstance(error, Rejected | Mismatch) and not isinstance(error, HttpRefusal):
-        param = name_of(error.field)
+        param = name_of(error.field)[:MAX_CHARS]
         message = f"{param}: {error.message}"
     kind = "server_error" if status >= SERVER_ERRORS else TYPES.get(status, "invalid_request_error")
     shown = message if len(message) <= MAX_CHARS else f"{message[:MAX_CHARS]}..."

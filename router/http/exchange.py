@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TypeAlias, TypeVar, cast
 
@@ -20,11 +20,13 @@ from kvrelay.errors import KvrelayError
 from kvrelay.rpc.address import Address
 from kvrelay.rpc.security.identity import Tenant
 from kvrelay.rpc.server.connections import network_of
-from router.generate.request import check_request_id, is_request_id
-from router.http.connections import EXTENSION, BoundedProtocol, HttpLimits
+from router.generate.request import check_request_id
+from router.http.connection.protocol import EXTENSION, BoundedProtocol
+from router.http.connection.table import HttpLimits
 from router.http.errors import Headers, HttpRefusal, body_of, headers_of, status_of
 from router.http.fields import parse_object
-from router.http.shapes import DONE, dump
+from router.http.headers import REQUEST_ID, identifying, request_id_of
+from router.http.shapes import DONE, dump, dump_parts
 from router.queue.inbox import SMALL_BYTES, Sender
 from router.queue.prompts import TextThreads
 
@@ -40,16 +42,20 @@ QUIET_SECONDS = 15.0
 EARLY_SECONDS = 0.2
 """From acceptance to the head of a stream: errors that come sooner still have their status."""
 
+WATCH_SECONDS = 1.0
+"""So often a client is looked for that may have left, or reads nothing."""
+
+DUMP_SECONDS = 0.005
+"""For so long a whole answer is put together before others have the event loop."""
+
+PART_BYTES = 64 << 10
+"""Of an answer, written at once: a client that does not read leaves the rest unwritten."""
+
 COMMENTS = (b": queued\n", b": working\n")
 """Before the first event and after it. No empty line follows: the ``openai`` client would take it
 for the end of an event that has no data. A program that gets no ids gets no comments: ``vllm bench
 serve`` strips each piece that it receives, so it would take the events behind one for its rest."""
 
-REQUEST_ID = "x-request-id"
-TRACE = "traceparent"
-_TRACE = re.compile(
-    r"(?!ff)[0-9a-f]{2}-(?P<trace>(?!0{32})[0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}.*"
-)
 _JSON = re.compile(
     r"\s*application/json\s*(;(?!\s*charset\s*=)[^;]*|;\s*charset\s*=\s*\"?utf-?8\"?\s*)*",
     re.IGNORECASE,
@@ -69,23 +75,6 @@ _AIOHTTP = re.compile(r"Python/\S+ aiohttp/\S+")
 behind ``data:`` for JSON, so an ``id:`` line fails the request. A test of the foreign clients fails
 once it reads ids.
 """
-
-
-def request_id_of(headers: Mapping[str, str]) -> str:
-    """The id of a request: the client's, else its trace id, else a random one."""
-    given = headers.get(REQUEST_ID)
-    if given is not None and is_request_id(given):
-        return given
-    trace = _TRACE.fullmatch(headers.get(TRACE, ""))
-    return trace["trace"] if trace else secrets.token_hex(16)
-
-
-def identifying(headers: Mapping[str, str], request_id: str) -> Headers:
-    """The headers of every response: the request's id, and its trace if it has one."""
-    own = ((REQUEST_ID.encode(), request_id.encode("ascii")),)
-    if (trace := headers.get(TRACE)) is not None and _TRACE.fullmatch(trace):
-        return (*own, (TRACE.encode(), trace.encode("latin-1")))
-    return own
 
 
 class Disconnected(asyncio.CancelledError):
@@ -234,22 +223,38 @@ class Exchange:
 
     async def reply(self, value: JsonObject, status: int = 200, headers: Headers = ()) -> None:
         """Send the whole response, as JSON."""
-        raw = dump(value).encode("utf-8", "replace")
-        await self.reply_raw(raw, b"application/json", status, headers)
+        parts, part, size = list[bytes](), list[str](), 0
+        until = time.monotonic() + DUMP_SECONDS
+        for text in dump_parts(value):
+            part.append(text)
+            size += len(text)
+            if size >= PART_BYTES:
+                parts.append("".join(part).encode("utf-8", "replace"))
+                part.clear()
+                size = 0
+            if time.monotonic() >= until:
+                await asyncio.sleep(0)
+                until = time.monotonic() + DUMP_SECONDS
+        parts.append("".join(part).encode("utf-8", "replace"))
+        await self.reply_raw(parts, b"application/json", status, headers)
 
     async def reply_raw(
-        self, content: bytes, kind: bytes, status: int = 200, headers: Headers = ()
+        self, parts: Sequence[bytes], kind: bytes, status: int = 200, headers: Headers = ()
     ) -> None:
-        """Send the whole response."""
-        own = ((b"content-type", kind), (b"content-length", str(len(content)).encode()))
+        """Send the whole response, in its parts."""
+        length = str(sum(map(len, parts))).encode()
+        own = ((b"content-type", kind), (b"content-length", length))
         await self._start(status, (*own, *headers))
-        await self._write({"type": "http.response.body", "body": content, "more_body": False})
+        for i, part in enumerate(parts, 1):
+            message = {"type": "http.response.body", "body": part, "more_body": i < len(parts)}
+            await self._write(message)
 
     async def fail(self, error: KvrelayError) -> None:
         """Send the error: as the response, or as an event of a stream that has begun."""
         await self._silence()
         if self._ended and self._writing_since is not None:
-            return  # it reads nothing, and nothing watches it any more
+            self._abort()  # it reads nothing, and nothing watches it any more
+            return
         if not self.status:
             await self.reply(body_of(error), status_of(error), headers_of(error))
         elif self._open:
@@ -344,24 +349,29 @@ class Exchange:
         self._leave(task)
 
     def _watch(self, task: asyncio.Task[None]) -> None:
-        """Look now and then whether a write waits for its client."""
+        """Look now and then whether a write waits for its client, or the client has left."""
         loop, stuck = asyncio.get_running_loop(), self._limits.stuck_seconds
-        since = self._writing_since
-        if since is not None and loop.time() - since >= stuck:
+        since, connection = self._writing_since, self._connection
+        left = connection is not None and connection.has_left()
+        if left or (since is not None and loop.time() - since >= stuck):
             self._abort()
             self._leave(task)
         else:
-            self._watching = loop.call_later(stuck / 4, self._watch, task)
+            self._watching = loop.call_later(min(stuck / 4, WATCH_SECONDS), self._watch, task)
 
     def _leave(self, task: asyncio.Task[None]) -> None:
         if not self._lost:
             self._lost = True
             task.cancel()
 
-    def _abort(self) -> None:
+    @property
+    def _connection(self) -> BoundedProtocol | None:
         extensions = cast("Mapping[str, Mapping[str, object]]", self._scope.get("extensions", {}))
         connection = extensions.get(EXTENSION, {}).get("connection")
-        if isinstance(connection, BoundedProtocol):
+        return connection if isinstance(connection, BoundedProtocol) else None
+
+    def _abort(self) -> None:
+        if (connection := self._connection) is not None:
             with suppress(OSError):
                 connection.abort()
 

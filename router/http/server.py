@@ -25,7 +25,9 @@ from kvrelay.rpc.address import Address
 from kvrelay.rpc.reserved import is_reserved
 from kvrelay.rpc.security.policy import Security, installed
 from kvrelay.rpc.security.tls import server_context
-from router.http.connections import BoundedProtocol, ConnectionTable, HttpLimits, TlsConnection
+from router.http.connection.protocol import BoundedProtocol
+from router.http.connection.table import ConnectionTable, HttpLimits
+from router.http.connection.tls import TlsConnection
 
 BACKLOG = 1024
 END_SECONDS = 0.3  # for the last events of requests that are cut off

@@ -6,7 +6,7 @@ A chunk is put together as text around the parts that change: there is one for e
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -17,8 +17,11 @@ from router.http.ask import AnswerForm
 
 Json: TypeAlias = dict[str, object]
 DONE = "data: [DONE]\n\n"
-LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+LINE_ENDS = {end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 """Ends of lines for ``str.splitlines`` that JSON does not escape; httpx reads lines like this."""
+
+AT_ONCE = 64  # items of a list that are dumped together
+LEVELS = 4  # answer, choices, choice, log probabilities: below that only lists are long
 
 FINISH = {
     types_pb2.FINISH_REASON_STOP: "stop",
@@ -30,7 +33,30 @@ FINISH = {
 def dump(value: object) -> str:
     """Compact JSON, with ``LINE_ENDS`` escaped so that every client reads it as one line."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return text if text.isascii() else text.translate(LINE_ENDS)
+    if not text.isascii():
+        for end, escaped in LINE_ENDS.items():
+            text = text.replace(end, escaped)
+    return text
+
+
+def dump_parts(value: object, levels: int = LEVELS) -> Iterator[str]:
+    """The text of ``dump`` in parts, so that an event loop can do something else in between."""
+    if isinstance(value, dict) and value and levels:
+        for i, (name, item) in enumerate(value.items()):
+            yield f"{',' if i else '{'}{dump(name)}:"
+            yield from dump_parts(item, levels - 1)
+        yield "}"
+    elif isinstance(value, list | tuple) and value and levels and isinstance(value[0], dict):
+        for i, item in enumerate(value):
+            yield "," if i else "["
+            yield from dump_parts(item, levels - 1)
+        yield "]"
+    elif isinstance(value, list | tuple) and len(value) > AT_ONCE:
+        for i in range(0, len(value), AT_ONCE):
+            yield f"{',' if i else '['}{dump(value[i : i + AT_ONCE])[1:-1]}"
+        yield "]"
+    else:
+        yield dump(value)
 
 
 def usage_of(prompt: int, completion: int, cached: int | None) -> Json:

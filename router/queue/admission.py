@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from kvrelay.errors import Exhausted
+from kvrelay.errors import Exhausted, Unservable
 from router.queue.fair import FairQueue, QueuedRequest
 from router.queue.service_times import ServiceTimes
 
@@ -90,6 +90,15 @@ class AdmissionControl:
         out = tuple((other.key, self._full("evicted", other, now)) for other in evicted)
         step = self._start_waiting(now)
         return AdmissionStep(step.started, out + step.refused)
+
+    def check_samples(self, samples: int, tokens: int) -> None:
+        """``Unservable`` if samples of so many tokens could not wait together in an empty queue."""
+        waiting, limit = (samples - self.slots) * tokens, self._queue.limit
+        if waiting > limit and not self.halted:
+            raise Unservable(
+                f"n: {samples} answers of up to {tokens} tokens: {waiting} tokens would have to"
+                f" wait, and at most {limit} may (--queue-tokens): ask for fewer or shorter answers"
+            )
 
     def evict_for(self, tenant: str, weight: float, count: int, now: float) -> AdmissionStep:
         """Evict the newest request of the most loaded tenant for one of ``tenant``.
@@ -178,7 +187,11 @@ class AdmissionControl:
         return self._refuse("too_late", why, self._retry_after(request, now))
 
     def _full(self, reason: str, request: QueuedRequest, now: float) -> Exhausted:
-        why = f"{len(self._queue)} requests of {self._queue.tokens} tokens are waiting"
+        queue = self._queue
+        why = (
+            f"{len(queue)} requests of {queue.tokens} tokens are waiting, this one needs"
+            f" {request.tokens}, and at most {queue.limit} may wait (--queue-tokens)"
+        )
         return self._refuse(reason, why, self._retry_after(request, now))
 
     def _refuse(self, reason: str, why: str, seconds: float) -> Exhausted:

@@ -77,7 +77,7 @@ class FairQueue:
     """At most ``limit`` tokens wait."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self._waiting: dict[int, QueuedRequest] = {}
         self._lines: dict[str, _Line] = {}
         self._ends: dict[str, float] = {}  # virtual time of tenants without waiting requests
@@ -176,7 +176,7 @@ class FairQueue:
 
     def _room(self, request: QueuedRequest) -> list[QueuedRequest] | None:
         """The requests to evict for it; ``None`` if its tenant has no right to evict enough."""
-        over = self._tokens + request.tokens - self._limit
+        over = self._tokens + request.tokens - self.limit
         if over <= 0:
             return []
         left = {name: line.tokens for name, line in self._lines.items()}

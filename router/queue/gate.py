@@ -118,6 +118,10 @@ class QueueGate:
             self._idle.clear()
             entry.places += 1
 
+    def check_samples(self, samples: int, tokens: int) -> None:
+        """As ``AdmissionControl.check_samples``."""
+        self._admission.check_samples(samples, tokens)
+
     @property
     def draining(self) -> bool:
         """Whether new requests are refused for good."""

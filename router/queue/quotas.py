@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from kvrelay.errors import Exhausted, Rejected
+from kvrelay.errors import Exhausted, Rejected, Unservable
 from kvrelay.rpc.security.identity import Tenant
 
 RETRY_SECONDS = 1.0
@@ -119,7 +119,7 @@ class Quotas:
         account.places += 1
         try:
             yield hold
-        except Rejected:
+        except (Rejected, Unservable):
             hold.used = max(hold.used, hold.text)
             raise
         finally:

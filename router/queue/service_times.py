@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 HALF_LIFE = 16  # requests: after so many more, or as many as there are slots, one counts half
 STALE_SECONDS = 120.0  # without a running request
+UNKNOWN_SECONDS = 1.0  # a request that was cut off sooner says nothing where nothing is known
 
 
 @dataclass(slots=True)
@@ -98,7 +99,8 @@ class ServiceTimes:
         records = self._all, self._kinds[kind]
         for record in records:
             record.end(now)
-        if moved or (not whole and seconds < self.expected_seconds(tokens, kind)):
+        least = self.expected_seconds(tokens, kind) or UNKNOWN_SECONDS
+        if moved or (not whole and seconds < least):
             return
         for record in records:
             record.add(tokens, seconds, 0.5 ** (1.0 / max(slots, HALF_LIFE)))

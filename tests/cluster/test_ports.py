@@ -21,7 +21,7 @@ from kvrelay.rpc.server.server import Server, ServerOptions
 from kvstore.limits import StoreLimits
 from kvstore.server.block_store import BlockStore
 from kvstore.server.listener import ListenerOptions, TransportListener
-from router.http.connections import HttpLimits
+from router.http.connection.table import HttpLimits
 from router.http.server import HttpServer
 from tests.cluster.thief import HARMLESS, OVERLAPPING, Thief
 
@@ -124,6 +124,11 @@ def test_one_port_for_two_servers_is_an_error_that_names_both(port: int) -> None
     with pytest.raises(Rejected, match=f"http_port: {port} is also the value of port: use another"):
         ReservedPorts(wanted)
     ReservedPorts(wanted[:1]).close()
+
+
+def test_an_address_of_another_machine_is_not_a_taken_port(port: int) -> None:
+    with pytest.raises(Rejected, match=r"^host: 192.0.2.1 is no address of this machine$"):
+        ReservedPorts([WantedPort("192.0.2.1", port)])
 
 
 def test_a_second_cluster_on_the_port_is_an_error(port: int) -> None:

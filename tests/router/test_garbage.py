@@ -22,7 +22,7 @@ from kvrelay.cli.authority import CertificateAuthority
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.identity import Tenant
 from kvrelay.v1 import router_pb2
-from router.http.connections import TlsConnection
+from router.http.connection.tls import TlsConnection
 from router.http.exchange import Exchange
 from router.queue.inbox import Sender
 from tests.router.fakes import Running

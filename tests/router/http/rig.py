@@ -15,7 +15,7 @@ from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.policy import Security
 from router.http.access import Access
 from router.http.app import make_app
-from router.http.connections import HttpLimits
+from router.http.connection.table import HttpLimits
 from router.http.resume import with_checksum
 from router.http.server import HttpServer
 from tests.router.fakes import FakeWorker, Running, answer, decode_worker, running, text_of

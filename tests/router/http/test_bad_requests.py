@@ -22,7 +22,7 @@ from kvrelay.rpc.server import families
 from kvrelay.rpc.server.authorization import refused
 from router.http.access import Access
 from router.http.app import make_app
-from router.http.connections import HttpLimits
+from router.http.connection.table import HttpLimits
 from router.http.errors import HttpRefusal
 from router.http.fields import Fields
 from router.http.server import HttpServer

@@ -16,7 +16,7 @@ from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.options import SecurityOptions
 from router.http.access import Access
 from router.http.app import make_app
-from router.http.connections import HttpLimits
+from router.http.connection.table import HttpLimits
 from router.http.server import HttpServer
 from tests.router.fakes import (
     Behaviour,

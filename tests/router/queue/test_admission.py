@@ -271,6 +271,20 @@ def test_requests_that_lost_a_worker_do_not_say_how_fast_it_goes() -> None:
     assert admission.rate < 10, "these lost no worker"
 
 
+def test_a_request_cut_off_at_once_does_not_say_how_fast_it_goes() -> None:
+    """One of whose kind nothing is known, and that ran for seconds, does."""
+    admission = AdmissionControl(1_000, 120.0)
+    admission.resize(2, 0.0)
+    for key in range(4):
+        admission.offer(QueuedRequest(key, 100), 0.0)
+    for key in range(4):
+        admission.leave(key, 0.01, whole=False)
+    assert admission.rate is None
+    admission.offer(QueuedRequest(4, 100), 1.0)
+    admission.leave(4, 11.0, whole=False)
+    assert admission.rate == pytest.approx(20)
+
+
 def test_nobody_is_refused_for_a_measure_of_an_hour_ago() -> None:
     admission = AdmissionControl(100_000, 120.0)
     admission.resize(1, 0.0)

@@ -6,7 +6,7 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from kvrelay.errors import Exhausted, Rejected
+from kvrelay.errors import Exhausted, KvrelayError, Rejected, Unservable
 from kvrelay.rpc.security.identity import Tenant
 from router.queue.quotas import QuotaHold, Quotas
 
@@ -130,10 +130,10 @@ def refuse(
     tenant: Tenant,
     text: int,
     charge: int,
-    error: Exhausted | Rejected | None = None,
+    error: KvrelayError | None = None,
 ) -> None:
     """A request of ``text`` tokens that is refused when it is charged, or with ``error``."""
-    with suppress(Rejected, Exhausted), quotas.hold(tenant) as hold:
+    with suppress(Rejected, Exhausted, Unservable), quotas.hold(tenant) as hold:
         hold.tokenized(text)
         hold.charge(charge)
         raise error or AssertionError("it was not refused")
@@ -141,7 +141,8 @@ def refuse(
 
 def test_a_request_that_is_refused_pays_for_its_text() -> None:
     quotas, alice = Quotas(Clock()), Tenant("alice", tokens_per_minute=600)
-    refuse(quotas, alice, 160, 0, Rejected("max_tokens", "it fits on no worker"))
+    refuse(quotas, alice, 80, 0, Rejected("max_tokens", "it fits on no worker"))
+    refuse(quotas, alice, 80, 0, Unservable("no pool holds it"))
     assert left(quotas, alice) == 440
     refuse(quotas, alice, 160, 480)  # with the output it needs more than is left
     assert left(quotas, alice) == 430  # a sixteenth of the text, since it will be sent again

@@ -1,4 +1,4 @@
-"""Bounds each connection of the HTTP door: how many there are, the size and time of a head.
+"""Bounds each connection of the HTTP door: heads in size and time, and what a client leaves unread.
 
 uvicorn parses and writes; it bounds neither the bytes before the end of a head nor the time until
 then, and it refuses new connections once there are too many. Here an idle connection makes room,
@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import ssl
-from asyncio.sslproto import SSLProtocol
-from collections import Counter
+import select
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from router.http.connection.table import ConnectionTable
 from router.http.errors import HttpRefusal, body_of
 
 if TYPE_CHECKING:
@@ -35,80 +33,17 @@ EXTENSION = "kvrelay.connection"
 """Where a request's scope has its connection, among the extensions."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HttpLimits:
-    """Bounds of connections and requests; times in seconds, sizes in bytes."""
+class Handshake(Protocol):
+    """What comes before HTTP on a connection."""
 
-    connections: int = 2048
-    connections_per_host: int = 1024
-    head_bytes: int = 32 << 10
-    head_seconds: float = 10.0  # from the first byte, or the connection's start, to a whole head
-    idle_seconds: float = 75.0  # between two requests
-    unread_bytes: int = 64 << 20  # dropped from a client that sends on after its response
-    body_bytes: int = 8 << 20
-    body_seconds: float = 30.0  # also for the unread bytes
-    stuck_seconds: float = 30.0  # a response that the client does not read ends after that
-
-
-class CountedConnection(Protocol):
-    """A connection of a client at ``host``."""
-
-    host: str
-
-    def abort(self) -> None: ...
-
-
-class ConnectionTable:
-    """The open connections of a server; ``idle`` ones are ordered, longest idle first."""
-
-    def __init__(self, limits: HttpLimits) -> None:
-        self.limits = limits
-        self._hosts = Counter[str]()
-        self._idle: dict[CountedConnection, None] = {}
-
-    @property
-    def open(self) -> int:
-        """Number of open connections."""
-        return self._hosts.total()
-
-    def enter(self, connection: CountedConnection) -> None:
-        """Count a new connection. If there are too many, the one longest idle is closed."""
-        host, limits = connection.host, self.limits
-        self._hosts[host] += 1
-        full = self.open > limits.connections
-        if full or self._hosts[host] > limits.connections_per_host:
-            idle = (one for one in self._idle if full or one.host == host)
-            evicted = next(idle, connection)
-            self._idle.pop(evicted, None)  # it is still open: the next one evicts another
-            evicted.abort()
-            if evicted is connection:
-                return
-        self._idle[connection] = None
-
-    def leave(self, connection: CountedConnection) -> None:
-        self._idle.pop(connection, None)
-        self._hosts[connection.host] -= 1
-        if not self._hosts[connection.host]:
-            del self._hosts[connection.host]
-
-    def abort_handshakes(self) -> None:
-        """Close the connections that have not begun to speak HTTP."""
-        for one in [one for one in self._idle if isinstance(one, TlsConnection)]:
-            one.abort()
-
-    def busy(self, connection: BoundedProtocol) -> None:
-        """A request has begun on the connection."""
-        self._idle.pop(connection, None)
-
-    def rest(self, connection: BoundedProtocol) -> None:
-        """Its last request is complete."""
-        self._idle[connection] = None
+    def end(self) -> None: ...
 
 
 class BoundedProtocol(HttpToolsProtocol):
     """One connection. ``table`` is set on a subclass for each server."""
 
     table: ConnectionTable
+    shakes_hands = False
 
     def __init__(
         self,
@@ -119,7 +54,7 @@ class BoundedProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.host = ""
-        self.handshake: TlsConnection | None = None
+        self.handshake: Handshake | None = None
         self._head_bytes = 0
         self._heads = 0  # that were read
         self._in_head = True
@@ -129,6 +64,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refused: HttpRefusal | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._discard_timer: asyncio.TimerHandle | None = None
+        self._flush_timer: asyncio.TimerHandle | None = None
         self._requests: list[RequestResponseCycle] = []  # not answered in full, oldest first
         self.app = self._serve
 
@@ -142,8 +78,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
-        if self._discard_timer is not None:
-            self._discard_timer.cancel()
+        for timer in (self._discard_timer, self._flush_timer):
+            if timer is not None:
+                timer.cancel()
         self.table.leave(self)
         # uvicorn tells only the newest request. An older one that is still being answered would
         # go on, and over TLS it would write to a transport that is gone.
@@ -163,7 +100,16 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def abort(self) -> None:
         """Close at once; what was not written yet is lost."""
+        self._abandon_requests()
         self.transport.abort()
+
+    def has_left(self) -> bool:
+        """Whether the client has closed a connection of which nothing is read at the moment."""
+        if not self.flow.read_paused or (one := self.transport.get_extra_info("socket")) is None:
+            return False
+        poll = select.poll()
+        poll.register(one.fileno(), select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     def data_received(self, data: bytes) -> None:
         if self._discards:
@@ -214,7 +160,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(len(name) + len(value) + 4)
-        super().on_header(name, value)
+        if self._in_head:  # else it is a trailer of the body: not to be merged (RFC 9110, 6.5.1)
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._heads += 1
@@ -248,13 +195,30 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if not self.pipeline and not self.transport.is_closing():
             self.table.rest(self)
+        if self._flush_timer is None:
+            self._flush(0)
+
+    def _flush(self, before: int) -> None:
+        """Close at once if nothing is read of a complete response; ``before``: bytes left then."""
+        self._flush_timer = None
+        left = self.transport.get_write_buffer_size()
+        if left and left == before:
+            self.abort()
+        elif left:
+            seconds = self.table.limits.stuck_seconds
+            self._flush_timer = self.loop.call_later(seconds, self._flush, left)
 
     def send_400_response(self, msg: str) -> None:
         """The answer to what cannot be parsed, and to a head that is too large or too slow."""
         if self._discards or self.transport.is_closing():
             return
         if any(one.response_started or not one.more_body for one in self._requests):
-            self.transport.close()  # it would be taken for the response to another request
+            # It would be taken for the response to another request.
+            if self._requests[-1].more_body:
+                self.transport.close()
+            else:  # what follows the last request is not read
+                self._requests[-1].keep_alive = False
+                self._discards = True
             return
         self._abandon_requests()  # the one whose body is wrong
         refused = self._refused or HttpRefusal(400, "bad_request", "request", msg)
@@ -342,54 +306,3 @@ class BoundedProtocol(HttpToolsProtocol):
             message = f"its head exceeds {limit} bytes"
             self._refused = HttpRefusal(431, "head_too_large", "request", message)
             raise self._refused
-
-
-class TlsConnection(SSLProtocol):
-    """A connection over TLS that is counted, and closed if its handshake is late.
-
-    A server of asyncio's shows a connection to its protocol only after the handshake, for which it
-    allows a minute. It keeps a connection that fails, with buffers of 300 KiB, until a garbage
-    collection.
-    """
-
-    def __init__(self, protocol: BoundedProtocol, context: ssl.SSLContext) -> None:
-        super().__init__(
-            protocol.loop,
-            protocol,
-            context,
-            None,  # type: ignore[arg-type]  # no future to set after the handshake
-            server_side=True,
-            ssl_handshake_timeout=protocol.table.limits.head_seconds,  # type: ignore[arg-type]
-        )
-        self.host = ""
-        self._speaks: BoundedProtocol | None = protocol
-        self._table = protocol.table
-        self._below: asyncio.Transport | None = None
-        protocol.handshake = self
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._below = cast("asyncio.Transport", transport)
-        peer = transport.get_extra_info("peername")
-        self.host = peer[0] if peer else ""
-        self._table.enter(self)
-        super().connection_made(transport)
-
-    def end(self) -> None:
-        """The handshake has ended, or the connection: it is not counted here."""
-        if self._speaks is not None:
-            self._table.leave(self)
-            self._speaks.handshake = None
-            self._speaks = None
-
-    def abort(self) -> None:
-        if self._below is not None:
-            self._below.abort()
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        if self._speaks is not None:
-            self._speaks.let_go()
-        if exc is not None:
-            exc.__traceback__ = None  # a frame of asyncio's has the error and this connection
-        self.end()
-        self._below = None
-        super().connection_lost(exc)

@@ -1,0 +1,63 @@
+"""Connections over TLS, which count before their handshake has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from asyncio.sslproto import SSLProtocol
+from typing import cast
+
+from router.http.connection.protocol import BoundedProtocol
+
+
+class TlsConnection(SSLProtocol):
+    """A connection over TLS that is counted, and closed if its handshake is late.
+
+    A server of asyncio's shows a connection to its protocol only after the handshake, for which it
+    allows a minute. It keeps a connection that fails, with buffers of 300 KiB, until a garbage
+    collection.
+    """
+
+    shakes_hands = True
+
+    def __init__(self, protocol: BoundedProtocol, context: ssl.SSLContext) -> None:
+        super().__init__(
+            protocol.loop,
+            protocol,
+            context,
+            None,  # type: ignore[arg-type]  # no future to set after the handshake
+            server_side=True,
+            ssl_handshake_timeout=protocol.table.limits.head_seconds,  # type: ignore[arg-type]
+        )
+        self.host = ""
+        self._speaks: BoundedProtocol | None = protocol
+        self._table = protocol.table
+        self._below: asyncio.Transport | None = None
+        protocol.handshake = self
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._below = cast("asyncio.Transport", transport)
+        peer = transport.get_extra_info("peername")
+        self.host = peer[0] if peer else ""
+        self._table.enter(self)
+        super().connection_made(transport)
+
+    def end(self) -> None:
+        """The handshake has ended, or the connection: it is not counted here."""
+        if self._speaks is not None:
+            self._table.leave(self)
+            self._speaks.handshake = None
+            self._speaks = None
+
+    def abort(self) -> None:
+        if self._below is not None:
+            self._below.abort()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        if self._speaks is not None:
+            self._speaks.let_go()
+        if exc is not None:
+            exc.__traceback__ = None  # a frame of asyncio's has the error and this connection
+        self.end()
+        self._below = None
+        super().connection_lost(exc)
