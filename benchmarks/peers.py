@@ -252,6 +252,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    add_loads(parser)
     options = parser.parse_args()
     draw = random.Random(options.seed)
     with ExitStack() as stack:
@@ -270,7 +271,7 @@ def main() -> None:
         if options.llama:
             given = llama_cpp(options.llama, model, options.threads)
             peers.append(stack.enter_context(serving(*given, {})))
-        for load in WORKLOADS:
+        for load in (each for each in WORKLOADS if each.name in options.loads):
             for peer in peers:  # the first request of each shape is slower
                 measure(peer, load, vocabulary, draw)
             compare(
@@ -281,6 +282,12 @@ def main() -> None:
                     for _ in range(options.rounds)
                 ],
             )
+
+
+def add_loads(parser: argparse.ArgumentParser) -> None:
+    """The option that names the workloads to run."""
+    names = [load.name for load in WORKLOADS]
+    parser.add_argument("--loads", nargs="*", choices=names, default=names)
 
 
 def compare(

@@ -77,9 +77,9 @@ def make_model(
     config = _config(SHAPES[shape], dtype)
     out.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(out)
-    save_file(
-        _weights(config, dtype, seed, on_progress), out / "model.safetensors", {"format": "pt"}
-    )
+    weights = out / "model.safetensors"
+    save_file(_weights(config, dtype, seed, on_progress), weights, {"format": "pt"})
+    weights.chmod((out / "config.json").stat().st_mode)  # save_file lets only its user read it
     save_tokenizer(out, SHAPES[shape].vocab_size)
     return out
 

@@ -36,6 +36,7 @@ from benchmarks.peers import (
     WORKLOADS,
     PeerMeasurement,
     ResidentEngine,
+    add_loads,
     ask,
     kvrelay,
     measure,
@@ -153,8 +154,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    loads = [load.name for load in WORKLOADS]
-    parser.add_argument("--loads", nargs="*", choices=loads, default=loads)
+    add_loads(parser)
     parser.add_argument("--eager", action="store_true", help="vLLM without compilation")
     options = parser.parse_args()
     draw = random.Random(options.seed)

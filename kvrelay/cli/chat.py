@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvrelay.cli.router_options import AnswerOptions, AnswerWriter, router_client
+from kvrelay.cli.router_options import AnswerOptions, AnswerWriter, advised, router_client
 from kvrelay.cli.screen import paint, print_err, print_out
 from kvrelay.cli.usage import cached_of
 from kvrelay.client.chunk import Chunk
@@ -121,7 +121,8 @@ def _talk(conversation: Conversation) -> int:
             conversation.restart()
         elif line:
             try:
-                conversation.ask(line)
+                with advised():
+                    conversation.ask(line)
             except KvrelayError as error:
                 if not interactive:
                     raise

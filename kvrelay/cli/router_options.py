@@ -22,6 +22,10 @@ from kvrelay.rpc.security.options import SecurityOptions
 from kvrelay.rpc.status import NothingListens
 from kvrelay.sampling import DEFAULT_MAX_TOKENS, DEFAULT_TEMPERATURE
 
+# Control characters, with which a model could steer a terminal, as characters that show them.
+VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+VISIBLE |= dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterOptions(SecurityOptions):
@@ -49,11 +53,18 @@ class RouterOptions(SecurityOptions):
 def router_client(address: str) -> Iterator[Client]:
     """A client of the router; if no router runs there, the error says what to do."""
     try:
-        with Client(address) as client:
+        with advised(), Client(address) as client:
             yield client
     except Rejected as error:
         field = "router" if error.field == "address" else error.field  # of the client, as called
         raise Rejected(field, error.message) from None
+
+
+@contextmanager
+def advised() -> Iterator[None]:
+    """If no router runs where one was called, the error says what to do."""
+    try:
+        yield
     except NothingListens as error:
         up = command("up")
         raise Unavailable(
@@ -75,18 +86,22 @@ class AnswerOptions(RouterOptions):
 
 
 class AnswerWriter:
-    """Writes an answer as it streams; reasoning dim, and on a terminal only."""
+    """Writes an answer as it streams; on a terminal without control characters.
+
+    Reasoning is dim, and on a terminal only.
+    """
 
     def __init__(self) -> None:
         self._reasons = False
 
     def write(self, chunk: Chunk) -> None:
         """Write the next part."""
-        if chunk.reasoning and sys.stdout.isatty():
+        terminal = sys.stdout.isatty()
+        if chunk.reasoning and terminal:
             self._reasons = True
-            sys.stdout.write(paint(chunk.reasoning, "dim"))
+            sys.stdout.write(paint(chunk.reasoning.translate(VISIBLE), "dim"))
         if chunk.text and self._reasons:
             self._reasons = False
             sys.stdout.write("\n\n")
-        sys.stdout.write(chunk.text)
+        sys.stdout.write(chunk.text.translate(VISIBLE) if terminal else chunk.text)
         sys.stdout.flush()

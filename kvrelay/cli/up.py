@@ -8,7 +8,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -22,7 +22,7 @@ from kvrelay.cluster.process import ProcessSpec
 from kvrelay.cluster.supervisor import Cluster, StartInterrupted, with_cluster_token
 from kvrelay.config.reader import load, option
 from kvrelay.connector.script import PREFIX, read_script
-from kvrelay.errors import Rejected
+from kvrelay.errors import DeadlineExceeded, KvrelayError, Rejected, Unavailable
 from kvrelay.installation import command
 from kvrelay.model_folder import check_model_folder
 from kvrelay.process import logs
@@ -38,6 +38,7 @@ from kvstore import connect
 log = logging.getLogger(__name__)
 
 CLIENT_FILE = "client.toml"
+STORE_SECONDS = 2.0
 COLOURS = {"store": "magenta", "prefill": "cyan", "decode": "green", "router": "blue"}
 DESCRIPTION = """\
 Starts a store, prefill workers, decode workers and a router as processes of their own, waits
@@ -98,9 +99,15 @@ def _check(config: UpConfig) -> None:
 
 
 def _check_store(url: str) -> None:
-    """Open the store's URL as a worker does, without a call to the store."""
+    """Open the store's URL as a worker does; a store that does not answer is told."""
     if not url.startswith(PREFIX):
-        connect(url).close()
+        with closing(connect(url)) as store:
+            try:
+                store.stats(STORE_SECONDS)
+            except (Unavailable, DeadlineExceeded) as error:
+                print_err(f"kvrelay up: store: {error}; until it answers, prompts are computed")
+            except KvrelayError:
+                pass  # it answers
     elif (inner := read_script(url).store) is not None:
         _check_store(inner)
 

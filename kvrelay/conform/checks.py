@@ -9,7 +9,7 @@ from itertools import cycle
 from typing import TypeAlias
 
 from kvrelay.conform.exam import Crowd, Exam, Probe, cached_of, in_crowd, restart
-from kvrelay.conform.tally import NotSupported, Tally, difference, is_untold
+from kvrelay.conform.tally import NotSupported, NotTried, Tally, difference, is_untold
 from kvrelay.load.draws import LengthDraw
 from kvrelay.load.request import LoadAnswer
 
@@ -267,7 +267,7 @@ async def restarts(subjects: Sequence[Subject], tallies: Sequence[Tally]) -> Non
     """
     exam = subjects[0].exam
     if exam.plan.restart_command is None:
-        raise NotSupported("give --restart-command")
+        raise NotTried("give --restart-command")
     for number in range(1, exam.plan.restarts + 1):
         ended = asyncio.Event()
         asked = [asyncio.create_task(_ask_on(subject, ended)) for subject in subjects]

@@ -75,7 +75,7 @@ def details(row: Row) -> Iterator[tuple[ConformOutcome, str]]:
         if tally.error is not None:
             yield ConformOutcome.FAILED, f"{what}: {tally.error}"
         elif tally.why_missing is not None:
-            yield ConformOutcome.MISSING, f"{what}: {tally.why_missing}"
+            yield tally.outcome, f"{what}: {tally.why_missing}"
         notes = list(tally.notes)
         if tally.untold and tally.compared:
             notes.append(f"{tally.untold:,} pairs without text or token ids were not compared")

@@ -19,7 +19,7 @@ from kvrelay.conform.checks import (
     shared_prefixes,
 )
 from kvrelay.conform.exam import ConformPlan, Exam
-from kvrelay.conform.tally import ConformOutcome, NotSupported, Tally
+from kvrelay.conform.tally import ConformOutcome, NotSupported, NotTried, Tally
 from kvrelay.errors import KvrelayError
 from kvrelay.load.http_door import HttpDoor
 
@@ -85,6 +85,7 @@ class ConformRun:
                 self.watcher.works_at(f"{check.title}, {kind}")
                 if subject is None:
                     tally.reason = abilities.missing["seed"]
+                    tally.tried = self.plan.sampled
                     continue
                 await _judge([tally], subject, partial(_disturb, check, tally))
             self._add(row)
@@ -122,7 +123,7 @@ class ConformRun:
         self.watcher.ends(row)
 
     def status(self) -> int:
-        """0: all exact or not supported; 1: something differs; 2: no verdict."""
+        """0: all that was compared is exact; 1: something differs; 2: no verdict."""
         outcomes = {tally.outcome for row in self.rows for tally in row.tallies.values()}
         if ConformOutcome.DIFFERS in outcomes:
             return DIFFERED
@@ -144,6 +145,7 @@ async def _judge(
     except NotSupported as error:
         for tally in tallies:
             tally.reason = str(error)
+            tally.tried = not isinstance(error, NotTried)
     except (KvrelayError, OSError) as error:  # TimeoutError is one
         for tally in tallies:
             tally.error = str(error) or "the server did not answer in time"

@@ -14,16 +14,24 @@ MOST_SHOWN = 10
 
 
 class ConformOutcome(StrEnum):
-    """``MISSING``: the server lacks what the check needs. ``FAILED``: it did not answer."""
+    """``MISSING``: the server lacks what the check needs. ``UNTRIED``: the user left it out.
+
+    ``FAILED``: the server did not answer.
+    """
 
     EXACT = "exact"
     DIFFERS = "differs"
     MISSING = "not supported"
+    UNTRIED = "not tried"
     FAILED = "no verdict"
 
 
 class NotSupported(KvrelayError):
     """The server cannot do what a check needs, or the situation never came about."""
+
+
+class NotTried(NotSupported):
+    """The user left out what a check needs."""
 
 
 class Unanswered(KvrelayError):
@@ -35,8 +43,8 @@ class Tally:
     """What one check found with one kind of sampling.
 
     ``untold``: pairs of answers without text and token ids. ``gap``: the largest difference of log
-    probabilities of equal tokens. ``reason``: why it is not supported; ``error``: why there is no
-    verdict. ``notes``: what else a reader should know.
+    probabilities of equal tokens. ``reason``: why it is not supported, or not ``tried``; ``error``:
+    why there is no verdict. ``notes``: what else a reader should know.
     """
 
     compared: int = 0
@@ -46,6 +54,7 @@ class Tally:
     differences: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     reason: str | None = None
+    tried: bool = True
     error: str | None = None
 
     @property
@@ -55,6 +64,8 @@ class Tally:
             return ConformOutcome.DIFFERS
         if self.error is not None:
             return ConformOutcome.FAILED
+        if not self.tried:
+            return ConformOutcome.UNTRIED
         return (
             ConformOutcome.MISSING
             if self.why_missing is not None or not self.compared
@@ -63,7 +74,7 @@ class Tally:
 
     @property
     def why_missing(self) -> str | None:
-        """Why the check is not supported."""
+        """Why the check is not supported, or was not tried."""
         if self.reason is None and self.untold and not self.compared:
             return f"no answer had text or token ids ({self.untold:,} pairs)"
         return self.reason

@@ -53,7 +53,7 @@ class OpenAIServer:
         except ValueError as error:
             raise Rejected(field, f"{url!r} is no URL: {error}") from None
         if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise Rejected(field, f"{url!r}: wanted is http://HOST:PORT or https://HOST:PORT")
+            raise Rejected(field, f"{url!r}: give http://HOST:PORT or https://HOST:PORT")
         self.url = parsed
         self._field = field
         self._https = https
@@ -190,9 +190,15 @@ def _errors(url: URL) -> Iterator[None]:
         if refused:
             raise Unavailable(f"nothing listens at {listened}") from error
         if isinstance(error, aiohttp.ClientResponseError) and NO_HTTP in error.message:
-            advice = f"use kvrelay load --router {listened}"
+            advice = f"use its HTTP port, or kvrelay load --router {listened}"
             raise Unavailable(
                 f"{listened} does not speak HTTP/1.1: if it is the gRPC port of a router, {advice}"
+            ) from error
+        if isinstance(error, aiohttp.ClientConnectorCertificateError):
+            why = getattr(error.certificate_error, "verify_message", "") or error.certificate_error
+            advice = "name its authority with --tls-ca"
+            raise Unavailable(
+                f"{listened}: its certificate is refused ({why}): {advice}"
             ) from error
         said = str(error) or type(error).__name__
         raise Unavailable(f"HTTP to {url.host}: {said}") from error

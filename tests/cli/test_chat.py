@@ -62,6 +62,16 @@ async def test_without_a_router_the_error_is_one_line_and_status_1() -> None:
     assert err.startswith("kvrelay chat: ")
 
 
+def test_a_terminal_shows_control_characters_and_does_not_obey_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "a\x1b[2J\tb\r\x9b\n"
+    for terminal, shown in ((False, text), (True, "a\u241b[2J\tb\u240d\ufffd\n")):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
+        AnswerWriter().write(Chunk(text, (), (), None, None, 1, "r"))
+        assert capsys.readouterr().out == shown
+
+
 def test_reasoning_is_shown_on_a_terminal_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -225,6 +225,15 @@ def test_a_taken_http_port_is_named_with_the_way_out(model: Path, tmp_path: Path
     assert "--no-http" in line
 
 
+def test_a_store_that_does_not_answer_is_told(model: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        flags = ("--store", "kvrelay://127.0.0.1:1", "--http-port", str(taken.getsockname()[1]))
+        up = Up(model, tmp_path, *flags)
+        assert up.popen.wait(START_SECONDS) != 0
+    told = "store: nothing listens at 127.0.0.1:1; until it answers, prompts are computed"
+    assert f"kvrelay up: {told}" in up.log.read_text()
+
+
 def test_a_port_of_an_api_that_is_off_is_refused(model: Path, tmp_path: Path) -> None:
     assert "http_port: 0: --no-http" in refused(model, tmp_path, "--no-http", status=2)
 

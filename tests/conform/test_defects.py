@@ -172,9 +172,10 @@ def test_a_server_with_few_abilities_is_compared_as_well_as_it_can_be(
 ) -> None:
     with fake(FakeManners(defect=defect, lacks=PLAIN | more)) as url:
         found = conform(url)
-    lacking = {"cold", "prefix", "resume", "samples", "salts", "restart", "cached"}
+    lacking = {"cold", "prefix", "resume", "samples", "salts", "cached"}
     lacking |= {"usage"} & more
     assert found.having("not supported") == lacking, found.out
+    assert found.having("not tried") == {"restart"}
     assert found.status == (1 if defect else 0)
     assert bool(found.having("differs") & CROWDED) == bool(defect)
     if defect:
@@ -195,7 +196,7 @@ def test_answers_without_text_are_not_compared(
         found = conform(url)
     told = {"usage", "cached", "salts"} - ({"cached", "salts"} if "salt" in lacks else set())
     assert found.having("exact") == told, found.out
-    assert found.having("not supported") == set(NAMES) - told
+    assert found.having("not supported") == set(NAMES) - told - {"restart"}
     assert found.status == 0
     assert "no answer had text or token ids" in found.said
     assert "one request at a time" not in found.said
@@ -251,6 +252,14 @@ def test_a_server_that_answers_one_at_a_time_has_no_neighbours(conform: ConformC
         found = conform(url, "--check", "neighbours", "--check", "repeat")
     assert (found.status, found.having("not supported")) == (0, {"neighbours"})
     assert "one request at a time" in found.out
+
+
+def test_what_was_left_out_is_not_tried(conform: ConformCommand) -> None:
+    with fake(FakeManners()) as url:
+        found = conform(url, "--no-sampled", "--check", "repeat", "--check", "restart")
+    assert found.status == 0
+    assert found.outcomes("repeat") == {"greedy": "exact", "sampled": "not tried"}
+    assert found.outcomes("restart") == {"greedy": "not tried"}
 
 
 def test_a_server_without_seeds_is_examined_greedily(conform: ConformCommand) -> None:

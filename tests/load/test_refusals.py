@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
+import socket
+import ssl
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
 import pytest
 
 from benchmarks.stub_server import stub
+from kvrelay.cli.authority import CertificateAuthority
 from kvrelay.load.figures import LevelFigures, Objectives
 from kvrelay.load.request import LoadAnswer, LoadRequest
 from tests.load.rig import LoadCommand, refusing_server
+from tests.secured import write_files
 
 SMALL = ("--prompt", 8, "--output", 4, "--requests", 2)
 
@@ -61,7 +67,31 @@ def test_a_grpc_port_is_no_url(load: LoadCommand) -> None:
     assert found.status == 1
     assert found.err == (
         f"kvrelay load: 127.0.0.1:{port} does not speak HTTP/1.1: if it is the gRPC port of a"
-        f" router, use kvrelay load --router 127.0.0.1:{port}\n"
+        f" router, use its HTTP port, or kvrelay load --router 127.0.0.1:{port}\n"
+    )
+
+
+def test_a_certificate_of_an_unknown_authority_is_named(load: LoadCommand, tmp_path: Path) -> None:
+    files = write_files(tmp_path, "router", CertificateAuthority())
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(files.cert, files.key)
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        port = server.getsockname()[1]
+
+        def shake_hands() -> None:
+            with suppress(OSError):  # the listening socket is shut down
+                while True:
+                    connection, _ = server.accept()
+                    with connection, suppress(OSError):
+                        context.wrap_socket(connection, server_side=True)
+
+        pool.submit(shake_hands)
+        found = load(f"https://localhost:{port}", *SMALL)
+        server.shutdown(socket.SHUT_RDWR)
+    assert found.status == 1
+    refused = f"kvrelay load: localhost:{port}: its certificate is refused ("
+    assert re.fullmatch(
+        rf"{re.escape(refused)}[a-z -]+\): name its authority with --tls-ca\n", found.err
     )
 
 
