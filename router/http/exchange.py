@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import TypeAlias, TypeVar, cast
 
@@ -43,13 +43,13 @@ EARLY_SECONDS = 0.2
 """From acceptance to the head of a stream: errors that come sooner still have their status."""
 
 WATCH_SECONDS = 1.0
-"""So often a client is looked for that may have left, or reads nothing."""
+"""How often it is checked, at least, whether the client has left or stopped reading."""
 
 DUMP_SECONDS = 0.005
-"""For so long a whole answer is put together before others have the event loop."""
+"""How long an answer is put together before other tasks get the event loop."""
 
 PART_BYTES = 64 << 10
-"""Of an answer, written at once: a client that does not read leaves the rest unwritten."""
+"""Of a whole answer, written at once: what a client does not read is not all written."""
 
 COMMENTS = (b": queued\n", b": working\n")
 """Before the first event and after it. No empty line follows: the ``openai`` client would take it
@@ -97,6 +97,8 @@ class Exchange:
         self._lost = False
         self._writing_since: float | None = None
         self._written_at = 0.0
+        self._untaken = 0  # bytes of a write that waited at the last look
+        self._taken_at = 0.0  # when they had changed
         self.status = 0  # of the response, once it has begun
         self._has_events = False
         self._open = False  # a stream that may get more events
@@ -223,31 +225,26 @@ class Exchange:
 
     async def reply(self, value: JsonObject, status: int = 200, headers: Headers = ()) -> None:
         """Send the whole response, as JSON."""
-        parts, part, size = list[bytes](), list[str](), 0
+        content = bytearray()
         until = time.monotonic() + DUMP_SECONDS
         for text in dump_parts(value):
-            part.append(text)
-            size += len(text)
-            if size >= PART_BYTES:
-                parts.append("".join(part).encode("utf-8", "replace"))
-                part.clear()
-                size = 0
+            content += text.encode("utf-8", "replace")
             if time.monotonic() >= until:
                 await asyncio.sleep(0)
                 until = time.monotonic() + DUMP_SECONDS
-        parts.append("".join(part).encode("utf-8", "replace"))
-        await self.reply_raw(parts, b"application/json", status, headers)
+        await self.reply_raw(content, b"application/json", status, headers)
 
     async def reply_raw(
-        self, parts: Sequence[bytes], kind: bytes, status: int = 200, headers: Headers = ()
+        self, content: bytes | bytearray, kind: bytes, status: int = 200, headers: Headers = ()
     ) -> None:
-        """Send the whole response, in its parts."""
-        length = str(sum(map(len, parts))).encode()
-        own = ((b"content-type", kind), (b"content-length", length))
+        """Send the whole response."""
+        size = len(content)
+        own = ((b"content-type", kind), (b"content-length", str(size).encode()))
         await self._start(status, (*own, *headers))
-        for i, part in enumerate(parts, 1):
-            message = {"type": "http.response.body", "body": part, "more_body": i < len(parts)}
-            await self._write(message)
+        for at in range(0, max(size, 1), PART_BYTES):
+            end = at + PART_BYTES
+            message = {"type": "http.response.body", "body": bytes(content[at:end])}
+            await self._write({**message, "more_body": end < size})
 
     async def fail(self, error: KvrelayError) -> None:
         """Send the error: as the response, or as an event of a stream that has begun."""
@@ -351,9 +348,13 @@ class Exchange:
     def _watch(self, task: asyncio.Task[None]) -> None:
         """Look now and then whether a write waits for its client, or the client has left."""
         loop, stuck = asyncio.get_running_loop(), self._limits.stuck_seconds
-        since, connection = self._writing_since, self._connection
-        left = connection is not None and connection.has_left()
-        if left or (since is not None and loop.time() - since >= stuck):
+        since, connection, left = self._writing_since, self._connection, False
+        if connection is not None:
+            left = connection.has_left()
+            if since is not None and (untaken := connection.untaken()) != self._untaken:
+                self._untaken = untaken
+                self._taken_at = loop.time()
+        if left or (since is not None and loop.time() - max(since, self._taken_at) >= stuck):
             self._abort()
             self._leave(task)
         else:

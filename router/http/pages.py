@@ -55,7 +55,7 @@ class Pages:
     async def metrics(self, exchange: Exchange) -> None:
         """The text of the metrics port; of all tenants together, so not for tenants."""
         self._access.check_operator(exchange.headers)
-        await exchange.reply_raw([self._metrics()], METRICS)
+        await exchange.reply_raw(self._metrics(), METRICS)
 
     async def tokenize(self, exchange: Exchange) -> None:
         """The token ids of a prompt, or of a conversation as the chat template renders it."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from itertools import islice
+from typing import TypeAlias, cast
 
 from kvrelay.text.detokenizer import detokenizer, token_bytes
 from kvrelay.text.tokenizer import NoTokenizer, Tokenizer
@@ -40,7 +41,10 @@ def dump(value: object) -> str:
 
 
 def dump_parts(value: object, levels: int = LEVELS) -> Iterator[str]:
-    """The text of ``dump`` in parts, so that an event loop can do something else in between."""
+    """The text of ``dump`` in parts, so that an event loop can do something else in between.
+
+    Names are strings. An iterator is a list whose items are made when they are needed.
+    """
     if isinstance(value, dict) and value and levels:
         for i, (name, item) in enumerate(value.items()):
             yield f"{',' if i else '{'}{dump(name)}:"
@@ -55,6 +59,12 @@ def dump_parts(value: object, levels: int = LEVELS) -> Iterator[str]:
         for i in range(0, len(value), AT_ONCE):
             yield f"{',' if i else '['}{dump(value[i : i + AT_ONCE])[1:-1]}"
         yield "]"
+    elif isinstance(value, Iterator):
+        mark = "["
+        while some := list(islice(value, AT_ONCE)):
+            yield f"{mark}{dump(some)[1:-1]}"
+            mark = ","
+        yield "]" if mark == "," else "[]"
     else:
         yield dump(value)
 
@@ -205,7 +215,7 @@ class ChatShape(AnswerShape):
         choice: Json = {
             "index": index,
             "delta": _delta(part),
-            "logprobs": self._logprobs(part),
+            "logprobs": _listed(self._logprobs(part)),
             "finish_reason": part.finish,
         }
         if self._token_ids:
@@ -224,13 +234,13 @@ class ChatShape(AnswerShape):
     def _logprobs(self, choice: AnswerChoice) -> Json | None:
         if not choice.logprobs:
             return None
-        content = [
+        content = (
             {
                 **self._entry(one.chosen),
                 "top_logprobs": [self._entry(top) for top in one.top],
             }
             for one in choice.logprobs
-        ]
+        )
         return {"content": content, "refusal": None}
 
     def _entry(self, one: types_pb2.TokenLogprob) -> Json:
@@ -251,6 +261,7 @@ class CompletionShape(AnswerShape):
 
     def _chunk_choice(self, index: int, part: AnswerChoice) -> Json:
         made = self._whole_choice(index, part)
+        made["logprobs"] = _listed(cast("Json | None", made["logprobs"]))
         if self._token_ids and index not in self._beginning:
             made["prompt_token_ids"] = None
         self._beginning.discard(index)
@@ -276,14 +287,14 @@ class CompletionShape(AnswerShape):
             text = self._texts[index] = _TextLength(self._tokenizer)
             for token in self._kept.get(index, ()):
                 text.push(token)
-        offsets = [text.push(one.chosen.token_id) for one in choice.logprobs]
+        offsets = (text.push(one.chosen.token_id) for one in choice.logprobs)
         return {
-            "tokens": [self._name(one.chosen.token_id) for one in choice.logprobs],
-            "token_logprobs": [one.chosen.logprob for one in choice.logprobs],
-            "top_logprobs": [
+            "tokens": (self._name(one.chosen.token_id) for one in choice.logprobs),
+            "token_logprobs": (one.chosen.logprob for one in choice.logprobs),
+            "top_logprobs": (
                 {self._name(top.token_id): top.logprob for top in (*one.top, one.chosen)}
                 for one in choice.logprobs
-            ],
+            ),
             "text_offset": offsets,
         }
 
@@ -308,6 +319,15 @@ class _TextLength:
         begin = self._characters
         self._characters += len(self._detokenizer.push(token))
         return begin
+
+
+def _listed(logprobs: Json | None) -> Json | None:
+    """With lists in the place of iterators."""
+    if logprobs is None:
+        return None
+    return {
+        name: list(part) if isinstance(part, Iterator) else part for name, part in logprobs.items()
+    }
 
 
 def _bytes_of(tokenizer: Tokenizer) -> Callable[[int], bytes] | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from kvrelay.errors import Exhausted, Unservable
+from kvrelay.errors import Exhausted
 from router.queue.fair import FairQueue, QueuedRequest
 from router.queue.service_times import ServiceTimes
 
@@ -92,12 +92,18 @@ class AdmissionControl:
         return AdmissionStep(step.started, out + step.refused)
 
     def check_samples(self, samples: int, tokens: int) -> None:
-        """``Unservable`` if samples of so many tokens could not wait together in an empty queue."""
-        waiting, limit = (samples - self.slots) * tokens, self._queue.limit
-        if waiting > limit and not self.halted:
-            raise Unservable(
-                f"n: {samples} answers of up to {tokens} tokens: {waiting} tokens would have to"
-                f" wait, and at most {limit} may (--queue-tokens): ask for fewer or shorter answers"
+        """``Exhausted`` if samples of so many tokens could not wait together in an empty queue.
+
+        More workers may come: it is no mistake of the request, and asking again is no use without.
+        """
+        waiting, limit = samples - self.slots, self._queue.limit
+        if waiting * tokens > limit and not self.halted:
+            self.refused["queue_full"] += 1
+            raise Exhausted(
+                f"n: {waiting} of {samples} answers would have to wait, with up to"
+                f" {waiting * tokens} tokens, and at most {limit} may (--queue-tokens): ask for"
+                " fewer or shorter answers",
+                UNKNOWN_SECONDS,
             )
 
     def evict_for(self, tenant: str, weight: float, count: int, now: float) -> AdmissionStep:
@@ -189,7 +195,7 @@ class AdmissionControl:
     def _full(self, reason: str, request: QueuedRequest, now: float) -> Exhausted:
         queue = self._queue
         why = (
-            f"{len(queue)} requests of {queue.tokens} tokens are waiting, this one needs"
+            f"{len(queue)} requests, {queue.tokens} tokens in all, are waiting, this one needs"
             f" {request.tokens}, and at most {queue.limit} may wait (--queue-tokens)"
         )
         return self._refuse(reason, why, self._retry_after(request, now))

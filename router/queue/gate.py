@@ -120,6 +120,7 @@ class QueueGate:
 
     def check_samples(self, samples: int, tokens: int) -> None:
         """As ``AdmissionControl.check_samples``."""
+        self._resize()
         self._admission.check_samples(samples, tokens)
 
     @property

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 HALF_LIFE = 16  # requests: after so many more, or as many as there are slots, one counts half
 STALE_SECONDS = 120.0  # without a running request
-UNKNOWN_SECONDS = 1.0  # a request that was cut off sooner says nothing where nothing is known
+SHORTEST_CUT = 1.0  # seconds: one cut off sooner says nothing if none of its kind has ended
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class ServiceTimes:
         records = self._all, self._kinds[kind]
         for record in records:
             record.end(now)
-        least = self.expected_seconds(tokens, kind) or UNKNOWN_SECONDS
+        least = self.expected_seconds(tokens, kind) or SHORTEST_CUT
         if moved or (not whole and seconds < least):
             return
         for record in records:

@@ -22,6 +22,7 @@ from kvrelay.cli.authority import CertificateAuthority
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.identity import Tenant
 from kvrelay.v1 import router_pb2
+from router.http.connection.protocol import BoundedProtocol
 from router.http.connection.tls import TlsConnection
 from router.http.exchange import Exchange
 from router.queue.inbox import Sender
@@ -41,7 +42,7 @@ BODIES: dict[str, tuple[int, dict[str, object]]] = {
 }
 
 LOCAL = Sender(Tenant(), "127.0.0.1").holder
-KEPT = (Exchange, router_pb2.GenerateRequest, TlsConnection, ssl.SSLObject)
+KEPT = (Exchange, router_pb2.GenerateRequest, BoundedProtocol, TlsConnection, ssl.SSLObject)
 
 
 @contextmanager

@@ -8,8 +8,11 @@ and one over TLS counts before its handshake has ended.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import select
+import sys
+import termios
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
@@ -31,6 +34,10 @@ _UPGRADE = (b"upgrade", b"http2-settings")
 
 EXTENSION = "kvrelay.connection"
 """Where a request's scope has its connection, among the extensions."""
+
+
+_CLOSED = getattr(select, "POLLRDHUP", 0)
+"""What ``poll`` tells of a client that has closed its end; elsewhere than on Linux only errors."""
 
 
 class Handshake(Protocol):
@@ -55,16 +62,20 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self.host = ""
         self.handshake: Handshake | None = None
+        self.below: asyncio.Transport | None = None  # what carries TLS
+        self._is_lost = False
         self._head_bytes = 0
         self._heads = 0  # that were read
         self._in_head = True
         self._unread = 0
-        self._discards = False  # the last response was sent
+        self._discards = False  # what arrives is dropped: no further request is read
+        self._ends = False  # with the last of ``_requests``; what arrives is dropped too
+        self._answered = 0
         self._unframed = False  # the response ends with the connection
         self._refused: HttpRefusal | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._discard_timer: asyncio.TimerHandle | None = None
-        self._flush_timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
         self._requests: list[RequestResponseCycle] = []  # not answered in full, oldest first
         self.app = self._serve
 
@@ -78,7 +89,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
-        for timer in (self._discard_timer, self._flush_timer):
+        self._is_lost = True
+        for timer in (self._discard_timer, self._unread_timer):
             if timer is not None:
                 timer.cancel()
         self.table.leave(self)
@@ -92,6 +104,10 @@ class BoundedProtocol(HttpToolsProtocol):
         """Keep no reference to what keeps this one: it is freed at once."""
         self.parser = None  # type: ignore[assignment]  # as uvicorn does
         self.app = self.config.loaded_app
+        self.scope = {}  # type: ignore[typeddict-item]
+        self.cycle = None  # type: ignore[assignment]
+        self.below = None
+        self._requests = []
 
     def _abandon_requests(self) -> None:
         for request in self._requests:
@@ -101,18 +117,43 @@ class BoundedProtocol(HttpToolsProtocol):
     def abort(self) -> None:
         """Close at once; what was not written yet is lost."""
         self._abandon_requests()
-        self.transport.abort()
+        self._lowest.abort()
+
+    @property
+    def _lowest(self) -> asyncio.Transport:
+        """The transport on the socket: that of a connection over TLS forgets what it has closed."""
+        return self.below or self.transport
 
     def has_left(self) -> bool:
-        """Whether the client has closed a connection of which nothing is read at the moment."""
-        if not self.flow.read_paused or (one := self.transport.get_extra_info("socket")) is None:
+        """Whether the connection is lost, or its client has closed it while nothing is read."""
+        if self._is_lost or self._lowest.is_closing():
+            return True
+        one = self._lowest.get_extra_info("socket")
+        if one is None or not self.flow.read_paused:
             return False
         poll = select.poll()
-        poll.register(one.fileno(), select.POLLRDHUP)
+        poll.register(one.fileno(), _CLOSED)
         return bool(poll.poll(0))
 
+    def untaken(self) -> int:
+        """Bytes that were written and are not known to have reached the client's system."""
+        if self._is_lost:
+            return 0
+        waiting = bytes(4)
+        with suppress(OSError, AttributeError):  # there is no socket, or its system does not tell
+            number = self._lowest.get_extra_info("socket").fileno()
+            waiting = fcntl.ioctl(number, termios.TIOCOUTQ, waiting)
+        return self._buffered() + int.from_bytes(waiting, sys.byteorder)
+
+    def _buffered(self) -> int:
+        """Bytes that were written and that the system has not taken yet."""
+        size = self._lowest.get_write_buffer_size()
+        if self.below is not None and not self.transport.is_closing():
+            size += self.transport.get_write_buffer_size()
+        return size
+
     def data_received(self, data: bytes) -> None:
-        if self._discards:
+        if self._discards or self._ends:
             self._discard(len(data))
             return
         began_in_head, heads = self._in_head, self._heads
@@ -193,32 +234,39 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._requests = [one for one in self._requests if not one.response_complete]
         super().on_response_complete()
-        if not self.pipeline and not self.transport.is_closing():
+        if not self._requests and not self.transport.is_closing():
             self.table.rest(self)
-        if self._flush_timer is None:
-            self._flush(0)
+        self._answered += 1
+        if self._unread_timer is None:
+            self._drop_unread(None)
 
-    def _flush(self, before: int) -> None:
-        """Close at once if nothing is read of a complete response; ``before``: bytes left then."""
-        self._flush_timer = None
-        left = self.transport.get_write_buffer_size()
-        if left and left == before:
+    def _drop_unread(self, before: tuple[int, int] | None) -> None:
+        """Abort if no byte of a complete response was taken since ``before``: the last look."""
+        self._unread_timer = None
+        if self._is_lost or not self._buffered():
+            return
+        now = self._answered, self.untaken()
+        if now == before:
             self.abort()
-        elif left:
-            seconds = self.table.limits.stuck_seconds
-            self._flush_timer = self.loop.call_later(seconds, self._flush, left)
+            return
+        seconds = self.table.limits.stuck_seconds
+        self._unread_timer = self.loop.call_later(seconds, self._drop_unread, now)
+
+    @property
+    def _answers(self) -> bool:
+        """Whether a request is being answered, or is whole and waits for that."""
+        return any(one.response_started or not one.more_body for one in self._requests)
 
     def send_400_response(self, msg: str) -> None:
         """The answer to what cannot be parsed, and to a head that is too large or too slow."""
         if self._discards or self.transport.is_closing():
             return
-        if any(one.response_started or not one.more_body for one in self._requests):
-            # It would be taken for the response to another request.
+        if self._answers:  # an error would be taken for the response to another request
             if self._requests[-1].more_body:
                 self.transport.close()
-            else:  # what follows the last request is not read
-                self._requests[-1].keep_alive = False
-                self._discards = True
+            else:
+                self._ends = True
+                self._end_head()
             return
         self._abandon_requests()  # the one whose body is wrong
         refused = self._refused or HttpRefusal(400, "bad_request", "request", msg)
@@ -234,6 +282,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self, scope: HTTPScope, receive: ASGIReceiveCallable, send: ASGISendCallable
     ) -> None:
         """Run the application for the oldest unanswered request."""
+        if not self._requests:
+            return  # the client has left
         request = self._requests[0]
         await self.config.loaded_app(scope, receive, partial(self._respond, request))
 
@@ -253,7 +303,8 @@ class BoundedProtocol(HttpToolsProtocol):
             names = {name.lower() for name, _ in message.get("headers", ())}
             self._unframed = b"content-length" not in names
             request.chunked_encoding = False if self._unframed else None
-        ends_late = ends and request.more_body and not request.keep_alive
+        last = self._ends and self._requests[-1:] == [request]
+        ends_late = ends and (last or (request.more_body and not request.keep_alive))
         request.keep_alive |= ends_late
         await request.send(message)
         if ends_late:
@@ -296,8 +347,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_timer = None
         message = f"no whole head within {self.table.limits.head_seconds:g} s"
         self._refused = HttpRefusal(408, "request_timeout", "request", message)
+        answers = self._answers
         self.send_400_response(message)
-        self.transport.close()  # everything was read
+        if not answers:
+            self.transport.close()  # everything was read
 
     def _count(self, size: int) -> None:
         self._head_bytes += size

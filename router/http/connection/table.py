@@ -16,7 +16,7 @@ class HttpLimits:
     head_bytes: int = 32 << 10
     head_seconds: float = 10.0  # from the first byte, or the connection's start, to a whole head
     idle_seconds: float = 75.0  # between two requests
-    unread_bytes: int = 64 << 20  # dropped from a client that sends on after its response
+    unread_bytes: int = 64 << 20  # dropped of what follows the last request
     body_bytes: int = 8 << 20
     body_seconds: float = 30.0  # also for the unread bytes
     stuck_seconds: float = 30.0  # a response that the client does not read ends after that

@@ -37,6 +37,8 @@ class TlsConnection(SSLProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._below = cast("asyncio.Transport", transport)
+        if self._speaks is not None:
+            self._speaks.below = self._below
         peer = transport.get_extra_info("peername")
         self.host = peer[0] if peer else ""
         self._table.enter(self)

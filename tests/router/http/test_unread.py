@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
+from dataclasses import replace
+from pathlib import Path
 
 import httpx2
 import pytest
@@ -12,18 +15,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message
 
+from kvrelay.cli.authority import CertificateAuthority
+from kvrelay.rpc.security import policy
+from kvrelay.rpc.security.policy import Security
 from router.http import exchange
 from router.http.connection.table import HttpLimits
 from router.http.exchange import PART_BYTES, Exchange
 from router.http.shapes import AT_ONCE, LINE_ENDS, dump, dump_parts
 from router.queue import inbox
 from tests.router.fakes import Behaviour, decode_worker
-from tests.router.http.rig import bounded, door, raw
+from tests.router.http.rig import SEED, bounded, door, raw
 from tests.router.rig import PROMPT, until
+from tests.secured import write_files
 
 HEAD = b"POST /%s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-LONG = json.dumps({"prompt": "x" * 2_000_000, "return_token_strs": True}).encode()
+LONG = json.dumps({"prompt": "x" * 1_000_000, "return_token_strs": True}).encode()
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Keys = tuple[Security | None, ssl.SSLContext | None]
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 values = st.recursive(
@@ -41,18 +49,33 @@ def request(page: bytes, body: bytes) -> bytes:
     return HEAD % page + b"content-length: %d\r\n\r\n" % len(body) + body
 
 
-async def slow_reader(client: httpx2.AsyncClient) -> Connection:
+async def slow_reader(
+    client: httpx2.AsyncClient, trust: ssl.SSLContext | None = None
+) -> Connection:
     """A connection that takes few bytes which are not read."""
     made = socket.socket()
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     made.setblocking(False)
     await asyncio.get_running_loop().sock_connect(made, ("127.0.0.1", client.base_url.port))
-    return await asyncio.open_connection(sock=made, limit=1)
+    name = None if trust is None else "localhost"
+    return await asyncio.open_connection(sock=made, limit=1, ssl=trust, server_hostname=name)
+
+
+@pytest.fixture(params=["plain", "tls"])
+def keys(request: pytest.FixtureRequest, tmp_path: Path) -> Keys:
+    """A router's security, and what its clients trust."""
+    if request.param == "plain":
+        return None, None
+    files = write_files(tmp_path, "router", CertificateAuthority())
+    trust = ssl.create_default_context(cafile=files.ca)
+    return policy.load(replace(files.options(), tls_mutual=False)), trust
 
 
 @given(values)
 def test_parts_are_the_whole(value: object) -> None:
     assert "".join(dump_parts(value)) == dump(value)
+    if isinstance(value, list):
+        assert "".join(dump_parts({"of": iter(value)})) == dump({"of": value})
 
 
 def test_no_part_is_long() -> None:
@@ -102,24 +125,25 @@ async def test_others_run_while_a_long_answer_is_put_together(
 
 @pytest.mark.parametrize("at_once", [False, True])
 async def test_a_whole_answer_that_is_not_read_is_dropped(
-    monkeypatch: pytest.MonkeyPatch, at_once: bool
+    monkeypatch: pytest.MonkeyPatch, at_once: bool, keys: Keys
 ) -> None:
     """Also one that is complete for the application, and waits in the connection only."""
     if at_once:
         monkeypatch.setattr(exchange, "PART_BYTES", 1 << 30)
-    async with bounded(stuck_seconds=0.4) as (_, client, server):
-        _, writer = await slow_reader(client)
+    security, trust = keys
+    async with bounded(security, stuck_seconds=0.4) as (_, client, server):
+        _, writer = await slow_reader(client, trust)
         writer.write(request(b"tokenize", LONG))
         await until(lambda: server.connections.open == 1)
         await until(lambda: server.connections.open == 0)
-        assert (await client.get("/health")).status_code == 200
         writer.close()
 
 
-async def test_an_answer_that_is_read_slowly_is_whole() -> None:
-    """It takes several times as long as one that is not read may take."""
-    async with bounded(stuck_seconds=0.4) as (_, client, _):
-        reader, writer = await slow_reader(client)
+async def test_an_answer_that_is_read_slowly_is_whole(keys: Keys) -> None:
+    """About 1 MB a second; while a system's buffer is full, the server's own does not change."""
+    security, trust = keys
+    async with bounded(security, stuck_seconds=0.4) as (_, client, _):
+        reader, writer = await slow_reader(client, trust)
         writer.write(request(b"tokenize", LONG))
         head = bytearray()
         while not head.endswith(b"\r\n\r\n"):
@@ -127,10 +151,51 @@ async def test_an_answer_that_is_read_slowly_is_whole() -> None:
         (told,) = (line for line in head.splitlines() if line.startswith(b"content-length"))
         left = int(told.split()[1])
         while left:
-            await asyncio.sleep(0.001)
-            part = await reader.read(left)
+            await asyncio.sleep(0.002)
+            part = await reader.read(min(left, 4096))
             assert part, f"{left} bytes are missing"
             left -= len(part)
+        writer.close()
+
+
+@pytest.mark.parametrize("behind", [b"}", b"GET /hea"])
+async def test_what_stands_behind_a_request_does_not_cut_its_long_answer(behind: bytes) -> None:
+    """Not even after the time in which a head must be whole."""
+    step = asyncio.Semaphore(1)
+    worker = decode_worker(behaviour=Behaviour(step=step))
+    async with bounded(None, worker, head_seconds=0.2) as (_, client, server):
+        reader, writer = await raw(client)
+        body = json.dumps({"prompt": PROMPT, "max_tokens": 5, "stream": True, "seed": SEED})
+        writer.write(request(b"v1/completions", body.encode()))
+        found = await reader.readuntil(b"data: ")
+        writer.write(behind)
+        await asyncio.sleep(0.6)
+        for _ in range(5):
+            step.release()
+        async with asyncio.timeout(10):
+            found += await reader.read()
+        assert found.count(b"HTTP/1.1") == 1
+        assert b"data: [DONE]" in found
+        writer.close()
+        await until(lambda: server.connections.open == 0)
+
+
+async def test_a_connection_with_a_second_request_is_not_idle() -> None:
+    """So it does not make room for another connection."""
+    tokens = asyncio.Event()
+    worker = decode_worker(behaviour=Behaviour(tokens=tokens))
+    async with bounded(None, worker, connections=1) as (_, client, _):
+        reader, writer = await raw(client)
+        body = json.dumps({"prompt": PROMPT, "max_tokens": 3, "seed": SEED}).encode()
+        first = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+        writer.write(first + request(b"v1/completions", body))
+        await asyncio.wait_for(worker.entered.wait(), 20)
+        other, _ = await raw(client)
+        assert await asyncio.wait_for(other.read(), 20) == b""
+        tokens.set()
+        async with asyncio.timeout(20):
+            found = await reader.readuntil(b'"usage"')
+        assert found.count(b"HTTP/1.1 200") == 2
         writer.close()
 
 

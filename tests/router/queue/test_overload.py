@@ -11,7 +11,7 @@ from typing import TypeAlias
 import grpc
 import pytest
 
-from kvrelay.errors import DeadlineExceeded, Exhausted, KvrelayError, Rejected, Unservable
+from kvrelay.errors import DeadlineExceeded, Exhausted, KvrelayError, Rejected
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.security.identity import Caller, CallerKind, Tenant
 from kvrelay.rpc.status import from_rpc_error
@@ -301,17 +301,18 @@ async def test_who_is_refused_has_used_nothing_of_its_quota(
             call.cancel()
 
 
-async def test_samples_that_could_never_wait_together_are_refused_for_good() -> None:
-    """Three run at once, so that three of six wait: no time to ask again would help."""
+async def test_samples_that_could_never_wait_together_are_told_so() -> None:
+    """Three run at once, so that three of six wait: to ask again would not help."""
     message = request(1, tokens=10)
     message.n = 6
     async with running([decode_worker(max_num_seqs=2)], queue_tokens=30) as router:
         assert len(await router.generate(message, 20)) > 0
     async with running([decode_worker(max_num_seqs=2)], queue_tokens=29) as router:
         error = await refusal(router, message, 20)
-        assert isinstance(error, Unservable)
-        assert "n: 6 answers of up to 10 tokens: 30 tokens would have to wait, and at" in str(error)
-        assert "29 may (--queue-tokens)" in str(error)
+        assert isinstance(error, Exhausted)
+        told = "n: 3 of 6 answers would have to wait, with up to 30 tokens, and at most 29 may"
+        assert f"{told} (--queue-tokens): ask for fewer or shorter answers" in str(error)
+        assert (await status(router)).refused == 1
 
 
 async def test_who_waits_in_vain_is_told_at_its_deadline() -> None:
