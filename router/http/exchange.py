@@ -249,8 +249,9 @@ class Exchange:
     async def fail(self, error: KvrelayError) -> None:
         """Send the error: as the response, or as an event of a stream that has begun."""
         await self._silence()
-        if self._ended and self._writing_since is not None:
-            self._abort()  # it reads nothing, and nothing watches it any more
+        whole = bool(self.status) and not self._open
+        if self._writing_since is not None and (self._ended or whole):
+            self._abort()  # what it has not read cannot be completed, and nothing watches it
             return
         if not self.status:
             await self.reply(body_of(error), status_of(error), headers_of(error))

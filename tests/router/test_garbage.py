@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from router.http.connection.protocol import BoundedProtocol
 from router.http.connection.tls import TlsConnection
 from router.http.exchange import Exchange
 from router.queue.inbox import Sender
-from tests.router.fakes import Running
+from tests.router.fakes import Behaviour, Running, decode_worker
 from tests.router.http.rig import bounded, door, raw
 from tests.router.rig import PROMPT, request, until
 from tests.secured import write_files
@@ -97,6 +98,27 @@ async def test_over_grpc(both: tuple[Running, httpx2.AsyncClient], model: str) -
             assert model
         await until(lambda: both[0].service.ended.total() == before + 1)
         await asyncio.sleep(0.1)
+    assert not found
+
+
+async def test_a_client_that_leaves_with_requests_behind_the_first() -> None:
+    found: list[object] = []
+    worker = decode_worker(behaviour=Behaviour(tokens=asyncio.Event()))
+    async with bounded(None, worker) as (router, client, server):
+        body = json.dumps({"prompt": PROMPT})
+        asked = (
+            "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n\r\n{body}"
+        )
+        with without_collections(found):
+            _, writer = await raw(client)
+            writer.write(3 * asked.encode())
+            await asyncio.wait_for(worker.entered.wait(), 20)
+            writer.transport.abort()
+            del writer
+            await until(lambda: server.connections.open == 0)
+            await until(lambda: router.service.ended["cancelled"] == 1)
+            await asyncio.sleep(0.1)
     assert not found
 
 

@@ -107,6 +107,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.scope = {}  # type: ignore[typeddict-item]
         self.cycle = None  # type: ignore[assignment]
         self.below = None
+        self.pipeline.clear()
         self._requests = []
 
     def _abandon_requests(self) -> None:
@@ -262,11 +263,15 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._discards or self.transport.is_closing():
             return
         if self._answers:  # an error would be taken for the response to another request
-            if self._requests[-1].more_body:
+            last = self._requests[-1]
+            if last.more_body and not (self.pipeline and self.pipeline[0][0] is last):
                 self.transport.close()
-            else:
-                self._ends = True
-                self._end_head()
+                return
+            if last.more_body:  # it waits for those before it, and is never answered
+                self.pipeline.popleft()
+                self._requests.pop()
+            self._ends = True
+            self._end_head()
             return
         self._abandon_requests()  # the one whose body is wrong
         refused = self._refused or HttpRefusal(400, "bad_request", "request", msg)
@@ -313,6 +318,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def _close_late(self) -> None:
         """Close after the client has closed, or sent ``unread_bytes``, or after ``body_seconds``.
 
+        It is not closed while the client still takes what was written.
+
         If the connection were closed while the client sends, its system would drop the response.
         """
         if self._discards or self.transport.is_closing():
@@ -324,7 +331,15 @@ class BoundedProtocol(HttpToolsProtocol):
             with suppress(OSError):  # the client has left: the event loop sees it next
                 self.transport.write_eof()
         self.flow.resume_reading()
-        self._discard_timer = self.loop.call_later(self.table.limits.body_seconds, self.abort)
+        self._abort_late(None)
+
+    def _abort_late(self, before: int | None) -> None:
+        left = self.untaken()
+        if before is not None and (left == before or not self._buffered()):
+            self.abort()
+            return
+        seconds = self.table.limits.body_seconds
+        self._discard_timer = self.loop.call_later(seconds, self._abort_late, left)
 
     def _discard(self, size: int) -> None:
         self._unread += size
