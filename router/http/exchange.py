@@ -238,12 +238,12 @@ class Exchange:
         self, content: bytes | bytearray, kind: bytes, status: int = 200, headers: Headers = ()
     ) -> None:
         """Send the whole response."""
-        size = len(content)
+        size, view = len(content), memoryview(content)
         own = ((b"content-type", kind), (b"content-length", str(size).encode()))
         await self._start(status, (*own, *headers))
         for at in range(0, max(size, 1), PART_BYTES):
             end = at + PART_BYTES
-            message = {"type": "http.response.body", "body": bytes(content[at:end])}
+            message = {"type": "http.response.body", "body": bytes(view[at:end])}
             await self._write({**message, "more_body": end < size})
 
     async def fail(self, error: KvrelayError) -> None:

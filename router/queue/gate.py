@@ -120,8 +120,9 @@ class QueueGate:
 
     def check_samples(self, samples: int, tokens: int) -> None:
         """As ``AdmissionControl.check_samples``."""
-        self._resize()
-        self._admission.check_samples(samples, tokens)
+        if samples > 1:  # there is always a slot for one
+            self._resize()
+            self._admission.check_samples(samples, tokens)
 
     @property
     def draining(self) -> bool:

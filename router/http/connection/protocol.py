@@ -318,9 +318,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def _close_late(self) -> None:
         """Close after the client has closed, or sent ``unread_bytes``, or after ``body_seconds``.
 
-        It is not closed while the client still takes what was written.
-
-        If the connection were closed while the client sends, its system would drop the response.
+        ``body_seconds`` begin anew while the client still takes what was written. If the connection
+        were closed while the client sends, its system would drop the response.
         """
         if self._discards or self.transport.is_closing():
             return

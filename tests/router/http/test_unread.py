@@ -1,4 +1,4 @@
-"""Long answers, answers that nobody reads, and clients that leave while nothing is read of them."""
+"""Long answers, answers that no client reads, and clients that leave while the router waits."""
 
 from __future__ import annotations
 
@@ -223,14 +223,14 @@ async def test_the_end_of_the_router_is_no_error_for_who_does_not_read(
 
 @pytest.fixture
 def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The router has memory for one body, and waits for ever for those that it reads."""
+    """The router has memory for one body, and no time limit for reading it."""
     monkeypatch.setattr(inbox, "INBOX_BYTES", 1)
     monkeypatch.setattr(inbox, "READ_SECONDS", 1000.0)
 
 
 @pytest.mark.usefixtures("crowded")
 async def test_who_leaves_while_its_long_body_waits_is_seen() -> None:
-    """Nothing is read of it meanwhile, so its end of the connection is not read either."""
+    """The router reads nothing from the connection meanwhile, not even that it was closed."""
     async with bounded() as (router, client, _):
         waits = router.service.inbox.semaphore
         made = [await raw(client) for _ in range(5)]

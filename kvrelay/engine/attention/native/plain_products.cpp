@@ -1,4 +1,5 @@
-// What products_amx.cpp and products_avx2.cpp compute, one element at a time in plain C++: the definition of an element.
+// What products_amx.cpp and products_avx2.cpp compute, one element at a time in plain C++: the
+// definition of an element.
 #include "scalar.h"
 
 #if defined(__x86_64__) && defined(__linux__)
