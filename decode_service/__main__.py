@@ -16,7 +16,7 @@ if __name__ == "__main__":
     from kvrelay.process import cores, tempdir
 
     tempdir.require("decode_service")  # before the import of torch
-    cores.bound_spinning()
+    cores.set_torch_variables()
     from decode_service.service import register as decode
     from kvrelay.v1 import types_pb2
     from kvrelay.worker.main import main

@@ -24,7 +24,7 @@ from contextlib import suppress
 from importlib import import_module
 
 from kvrelay.cluster import child
-from kvrelay.process.cores import bound_spinning
+from kvrelay.process.cores import set_torch_variables
 
 REQUEST_SECONDS = 10.0  # to receive one request; the requests behind it wait
 
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
         os._exit(status)
 
     atexit.register(exit_at_once)  # registered first, called last
-    bound_spinning()  # the OpenMP runtime reads it when it is loaded, before any fork
+    set_torch_variables()  # they are read when it is loaded, before any fork
     gc.disable()
     for module in argv[1:]:
         with suppress(ImportError):  # the process that needs the module reports it

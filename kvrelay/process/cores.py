@@ -1,4 +1,4 @@
-"""The cores that this process may use, the threads of a model, and how long threads spin.
+"""The cores that this process may use, the threads of a model, and variables that torch reads.
 
 The cores are those of the affinity mask, bounded by the processor quota of a control group.
 """
@@ -31,6 +31,7 @@ A decode step of the Qwen3-0.6B shape took 64 ms with these, 76 ms with 1,000 lo
 """
 
 _SPINNING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+_HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
 T = TypeVar("T")
 
@@ -47,15 +48,18 @@ def model_threads(weight_bytes: int, cores: int, workers: int = 1) -> int:
     return min(share, max(1, weight_bytes // BYTES_A_THREAD), MOST_THREADS)
 
 
-def bound_spinning(environ: MutableMapping[str, str] | None = None) -> None:
-    """Bound how long OpenMP threads spin for work; call it before torch is imported.
+def set_torch_variables(environ: MutableMapping[str, str] | None = None) -> None:
+    """Bound how long OpenMP threads spin for work, and ask for huge pages.
 
-    The libgomp of torch spins 300,000 loops, which is milliseconds on a core that the router or
-    the store may need. What the environment says is kept.
+    Call it before torch is imported; what the environment says is kept. The libgomp of torch spins
+    300,000 loops, which is milliseconds on a core that the router or the store may need. Tensors of
+    2 MiB and more are in huge pages where the system grants them: a decode step, which reads every
+    weight, took 63 ms instead of 66 (Qwen3-0.6B shape, AVX2).
     """
     given = os.environ if environ is None else environ
     if not any(name in given for name in _SPINNING):
         given["GOMP_SPINCOUNT"] = str(SPINS)
+    given.setdefault(_HUGE_PAGES, "1")
 
 
 def in_passing_thread(function: Callable[[], T]) -> T:

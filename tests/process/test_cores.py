@@ -1,7 +1,8 @@
-"""Cores from control groups as Linux writes them, threads by the size of a model, spinning."""
+"""Cores from control groups as Linux writes them, threads by the size of a model, torch."""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import subprocess
@@ -17,8 +18,8 @@ from kvrelay.process.cores import (
     MOST_THREADS,
     SPINS,
     available_cores,
-    bound_spinning,
     model_threads,
+    set_torch_variables,
     threads_on_the_cores_of_the_creator,
 )
 
@@ -88,51 +89,72 @@ def test_threads_grow_with_the_weights() -> None:
     assert [model_threads(n * BYTES_A_THREAD, 4) for n in (1, 2, 3, 4, 50)] == [1, 2, 3, 4, 4]
 
 
+OURS = {"GOMP_SPINCOUNT": str(SPINS), "THP_MEM_ALLOC_ENABLE": "1"}
+
+
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
-def test_what_the_user_says_about_spinning_is_kept(name: str) -> None:
-    given = {name: "active"}
-    bound_spinning(given)
-    assert given == {name: "active"}
+def test_what_the_user_says_about_torch_is_kept(name: str) -> None:
+    users = {name: "active", "THP_MEM_ALLOC_ENABLE": "0"}
+    given = dict(users)
+    set_torch_variables(given)
+    assert given == users
     empty: dict[str, str] = {}
-    bound_spinning(empty)
-    assert empty == {"GOMP_SPINCOUNT": str(SPINS)}
+    set_torch_variables(empty)
+    assert empty == OURS
 
 
 @pytest.mark.parametrize("service", ["prefill_service", "decode_service"])
-def test_a_worker_bounds_it_before_torch_is_loaded(service: str) -> None:
-    """And before any module that imports torch: the runtime reads it once, when it is loaded."""
+def test_a_worker_sets_them_before_torch_is_loaded(service: str) -> None:
+    """And before any module that imports torch: they are read once, when it is loaded."""
     program = (
-        "import os, runpy, sys\n"
+        "import json, os, runpy, sys\n"
         "def watch(event, arguments):\n"
         "    if event == 'import' and arguments[0] == 'torch':\n"
-        "        print('spins', os.environ.get('GOMP_SPINCOUNT'), flush=True)\n"
+        "        print(json.dumps(dict(os.environ)), flush=True)\n"
         "        os._exit(0)\n"
         "sys.addaudithook(watch)\n"
         f"sys.argv = ['{service}', '--model', 'none']\n"
         f"runpy.run_module('{service}', run_name='__main__')\n"
     )
-    assert spins(program) == f"spins {SPINS}"
+    assert variables(program) == OURS
 
 
-def test_the_fork_server_bounds_it_before_torch_is_loaded() -> None:
+def test_the_fork_server_sets_them_before_torch_is_loaded() -> None:
     program = (
-        "import os, sys\n"
+        "import json, os\n"
         "from kvrelay.cluster import forkserver\n"
         "forkserver.import_module = lambda name: ("
-        "print('spins', os.environ.get('GOMP_SPINCOUNT'), flush=True), os._exit(0))\n"
+        "print(json.dumps(dict(os.environ)), flush=True), os._exit(0))\n"
         "forkserver.main(['0', 'torch'])\n"
     )
-    assert spins(program) == f"spins {SPINS}"
+    assert variables(program) == OURS
 
 
-def spins(program: str) -> str:
-    """What a new process prints that has no word on spinning in its environment."""
-    environ = {
-        k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-    }
+def test_torch_asks_for_huge_pages() -> None:
+    program = (
+        "from kvrelay.process import cores\n"
+        "cores.set_torch_variables()\n"
+        "import torch\n"
+        "def advised():\n"
+        "    flags = [line for line in open('/proc/self/smaps') if line.startswith('VmFlags')]\n"
+        "    return sum(' hg' in line for line in flags)\n"
+        "before, tensor = advised(), torch.zeros(4 << 20, dtype=torch.uint8)\n"
+        "print(advised() - before)\n"
+    )
+    assert printed(program) == "1"
+
+
+def printed(program: str) -> str:
+    """What a new process prints that has none of ``OURS`` in its environment."""
+    environ = {k: v for k, v in os.environ.items() if k not in {*OURS, "OMP_WAIT_POLICY"}}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     return done.stdout.strip()
+
+
+def variables(program: str) -> dict[str, str]:
+    """Those of ``OURS`` in the environment that such a process prints."""
+    return {name: value for name, value in json.loads(printed(program)).items() if name in OURS}
 
 
 def test_no_team_stays_behind_where_a_worker_opened_its_engine() -> None:
@@ -154,7 +176,7 @@ def test_no_team_stays_behind_where_a_worker_opened_its_engine() -> None:
         "while threads() > before and time.monotonic() < until: time.sleep(0.01)\n"
         "print('threads', made.threads, threads() - before)\n"
     )
-    assert spins(program) == "threads 2 0"
+    assert printed(program) == "threads 2 0"
 
 
 def start_a_thread(answer: Connection) -> None:
