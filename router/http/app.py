@@ -42,6 +42,8 @@ class _Edge:
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"].endswith("\n"):  # the `$` of Starlette's expressions allows it
+            raise HTTPException(404)
         exchange = Exchange(scope, receive, send, self._limits)
         logs.serves(exchange.request_id)
         try:
@@ -139,13 +141,14 @@ def _middleware(origins: Sequence[str]) -> list[Middleware]:
 async def _refused(request: Request, error: Exception) -> Response:
     """Starlette's own refusals, of paths and methods, in OpenAI's shape."""
     assert isinstance(error, HTTPException), "the handler is registered for this class"
-    path, method = request.url.path, request.method
+    path, method = request.scope["path"], request.method
     if error.status_code == 405:
         what, code = f"{method} {path!r:.200}", "method_not_supported"
         advice = f"use {(error.headers or {}).get('Allow')}"
     else:
         what, code = f"no page {path!r:.200}", "not_found"
-        pages = [page.path for page in request.app.routes if isinstance(page, Route)]
+        routes = [route for route in request.app.routes if isinstance(route, Route)]
+        pages = [route.path.replace(":path}", "}") for route in routes]
         advice = f"there are {', '.join(pages)}"
     refusal = HttpRefusal(error.status_code, code, what, advice)
     known = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers.raw}

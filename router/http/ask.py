@@ -361,7 +361,7 @@ def _read_max_tokens(
     """Set ``max_tokens``. Returns the name of the field that was given, and whether none was and it
     is to become as many as fit, as chats have it.
     """
-    names = ("max_completion_tokens", "max_tokens") if chat else ("max_tokens",)
+    names = ("max_completion_tokens", "max_tokens")
     given = {name: fields.whole(name, -INT32, INT32) for name in names}
     for name, value in given.items():
         if value is not None:

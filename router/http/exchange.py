@@ -43,7 +43,7 @@ EARLY_SECONDS = 0.2
 """From acceptance to the head of a stream: errors that come sooner still have their status."""
 
 WATCH_SECONDS = 1.0
-"""How often it is checked, at least, whether the client has left or stopped reading."""
+"""How often it is checked whether the client has left."""
 
 DUMP_SECONDS = 0.005
 """How long an answer is put together before other tasks get the event loop."""
@@ -97,8 +97,6 @@ class Exchange:
         self._lost = False
         self._writing_since: float | None = None
         self._written_at = 0.0
-        self._untaken = 0  # bytes of a write that waited at the last look
-        self._taken_at = 0.0  # when they had changed
         self.status = 0  # of the response, once it has begun
         self._has_events = False
         self._open = False  # a stream that may get more events
@@ -219,9 +217,9 @@ class Exchange:
             async with asyncio.timeout(seconds):
                 await part.wait()
         except TimeoutError:
-            raise HttpRefusal(
-                408, "request_timeout", "body", f"it did not arrive within {seconds:g} s"
-            ) from None
+            message = f"it did not arrive within {seconds:g} s"
+            close = ((b"connection", b"close"),)
+            raise HttpRefusal(408, "request_timeout", "body", message, close) from None
 
     async def reply(self, value: JsonObject, status: int = 200, headers: Headers = ()) -> None:
         """Send the whole response, as JSON."""
@@ -248,6 +246,8 @@ class Exchange:
 
     async def fail(self, error: KvrelayError) -> None:
         """Send the error: as the response, or as an event of a stream that has begun."""
+        if self._timer is not None:
+            self._timer.cancel()  # no comment now begins a stream
         await self._silence()
         whole = bool(self.status) and not self._open
         if self._writing_since is not None and (self._ended or whole):
@@ -316,6 +316,7 @@ class Exchange:
 
     async def _start_events(self) -> None:
         self._open = True
+        self._quiet = QUIET_SECONDS
         await self._start(200, _EVENTS)
 
     async def _start(self, status: int, headers: Headers) -> None:
@@ -347,19 +348,13 @@ class Exchange:
         self._leave(task)
 
     def _watch(self, task: asyncio.Task[None]) -> None:
-        """Look now and then whether a write waits for its client, or the client has left."""
-        loop, stuck = asyncio.get_running_loop(), self._limits.stuck_seconds
-        since, connection, left = self._writing_since, self._connection, False
-        if connection is not None:
-            left = connection.has_left()
-            if since is not None and (untaken := connection.untaken()) != self._untaken:
-                self._untaken = untaken
-                self._taken_at = loop.time()
-        if left or (since is not None and loop.time() - max(since, self._taken_at) >= stuck):
+        """Look now and then whether the client has left."""
+        if self._connection is not None and self._connection.has_left():
             self._abort()
             self._leave(task)
         else:
-            self._watching = loop.call_later(min(stuck / 4, WATCH_SECONDS), self._watch, task)
+            loop = asyncio.get_running_loop()
+            self._watching = loop.call_later(WATCH_SECONDS, self._watch, task)
 
     def _leave(self, task: asyncio.Task[None]) -> None:
         if not self._lost:

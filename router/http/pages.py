@@ -14,7 +14,7 @@ from router.http.access import Access
 from router.http.ask import check_rest, read_input
 from router.http.backend import Backend
 from router.http.exchange import Exchange, JsonObject
-from router.http.fields import Fields
+from router.http.fields import Fields, shown
 from router.http.shapes import Json
 from router.queue.inbox import Inbound
 from router.workers.candidate import longest
@@ -68,9 +68,9 @@ class Pages:
             chat = fields.raw("messages") is not None
             if chat and fields.raw("prompt") is not None:
                 raise Rejected("messages", "prompt is given too: leave one out")
+            if not chat and not isinstance(given := fields.raw("prompt"), str):
+                raise Rejected("prompt", f"give one text, or messages; got {shown(given)}")
             read_input(fields, message, chat)
-            if not (message.HasField("prompt") or message.HasField("chat")):
-                raise Rejected("prompt", "must be one text")
             strings = fields.flag("return_token_strs")
             check_rest(fields, self._backend.config.strict_fields)
             return Inbound(message=message)

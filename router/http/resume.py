@@ -118,7 +118,7 @@ def parse_event_id(text: str, samples: int) -> Resumption:
         advice = "send that of the last event, or leave the header out"
         raise Rejected(HEADER, f"{said}: {advice}") from None
     if len(parsed) != samples:
-        raise Rejected(
+        raise Mismatch(
             HEADER, f"has positions of {len(parsed)} answers, and the request asks for {samples}"
         )
     return Resumption(stream, parsed, told)

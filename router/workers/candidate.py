@@ -51,5 +51,5 @@ def too_long(positions: int, candidates: Sequence[Candidate]) -> KvrelayError:
     return Rejected(
         "max_tokens",
         f"prompt and output need {positions} positions, the largest worker has {allowed}:"
-        " shorten the prompt or lower max_tokens",
+        " shorten the prompt or ask for fewer tokens",
     )

@@ -312,24 +312,29 @@ class Registry:
         return next((other.info.namespace for other in others if other.info is not None), None)
 
     def _judge(self, worker: KnownWorker, health: WorkerHealth) -> None:
-        """Apply the result of a check: evict a lost worker's legs, a draining one's if they fit."""
+        """Apply the result of a check: evict a lost worker's legs, a draining one's if they fit.
+
+        A draining one that is silent may go on, and would take no leg back.
+        """
         health = self._joined(worker, health)
         if health.dead:
             self._deaths.note(worker.key, worker.answered_check, time.monotonic())
         elif not health.lost:
             self._deaths.disprove(worker.key)
         self._set_health(worker, health)
-        if health.lost and worker.legs:
-            error = WorkerLost if health.state is HealthState.UNREACHABLE else WorkerSilent
-            evicted = worker.evict(error(f"{worker.address}: {health.problem}"))
-            log.warning("%d legs leave worker %s", evicted, worker.address)
-        elif health.state is HealthState.DRAINING and worker.role == types_pb2.ROLE_DECODE:
+        suspect, decodes = health.state is HealthState.SUSPECT, worker.role == types_pb2.ROLE_DECODE
+        drains = health.state is HealthState.DRAINING or (suspect and worker.load.draining)
+        if drains and decodes:
             # Prefill legs end soon by themselves. A stream that fits on no other worker may end
             # here. Other workers count only if they answered since: they may be draining too.
             since = worker.health_since
             same = self.usable(worker.role, worker.numerics)
             staying = [w for w in same if w.answered_check > since]
             worker.evict_movable(staying, Draining(f"{worker.address} is draining"))
+        elif health.lost and worker.legs:
+            error = WorkerLost if health.state is HealthState.UNREACHABLE else WorkerSilent
+            evicted = worker.evict(error(f"{worker.address}: {health.problem}"))
+            log.warning("%d legs leave worker %s", evicted, worker.address)
 
     def _joined(self, worker: KnownWorker, health: WorkerHealth) -> WorkerHealth:
         """``health``, or the mismatch if another fleet became usable during the check."""

@@ -1,27 +1,30 @@
-"""Bounds each connection of the HTTP door: heads in size and time, and what a client leaves unread.
+"""Bounds each connection of the HTTP door: heads in size and time, requests that wait for others,
+and what a client leaves unread.
 
-uvicorn parses and writes; it bounds neither the bytes before the end of a head nor the time until
-then, and it refuses new connections once there are too many. Here an idle connection makes room,
-and one over TLS counts before its handshake has ended.
+uvicorn parses and writes; it bounds none of these, and it refuses new connections once there are
+too many. Here an idle connection makes room, and one over TLS counts before its handshake has
+ended.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
+import enum
 import json
-import select
-import sys
-import termios
+from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from router.http.connection.heads import host_refused, with_path, without_upgrade
 from router.http.connection.table import ConnectionTable
+from router.http.connection.wire import HeldFlow, Wire
 from router.http.errors import HttpRefusal, body_of
+from router.http.headers import request_id_of
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, HTTPScope
@@ -29,21 +32,23 @@ if TYPE_CHECKING:
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
     from uvicorn.server import ServerState
 
-_UPGRADE = (b"upgrade", b"http2-settings")
-"""Headers, and words of ``connection``, by which a client wishes for another protocol."""
-
 EXTENSION = "kvrelay.connection"
 """Where a request's scope has its connection, among the extensions."""
 
+PIECE_BYTES = 1 << 10
+"""Parsed at once. The parser does not stop behind a request, so that many bytes of requests may
+wait for the one before them; a head is refused before it is two such pieces too long."""
 
-_CLOSED = getattr(select, "POLLRDHUP", 0)
-"""What ``poll`` tells of a client that has closed its end; elsewhere than on Linux only errors."""
+WATCH_SECONDS = 1.0
+"""How often it is checked, at least, whether a client reads."""
 
 
-class Handshake(Protocol):
-    """What comes before HTTP on a connection."""
+class Reading(enum.Enum):
+    """What becomes of the bytes that arrive."""
 
-    def end(self) -> None: ...
+    REQUESTS = enum.auto()
+    NOTHING = enum.auto()  # dropped: the connection ends with the requests that it has
+    UNTIL_CLOSED = enum.auto()  # dropped: its last response is written, and the client may close
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -61,36 +66,38 @@ class BoundedProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.host = ""
-        self.handshake: Handshake | None = None
+        self.end_handshake: Callable[[], None] | None = None
         self.below: asyncio.Transport | None = None  # what carries TLS
-        self._is_lost = False
-        self._head_bytes = 0
-        self._heads = 0  # that were read
+        self._wire: Wire | None = None  # None: it is not there yet, or lost
+        self._reading = Reading.REQUESTS
+        self._held = b""  # behind requests that wait: not parsed yet
         self._in_head = True
-        self._unread = 0
-        self._discards = False  # what arrives is dropped: no further request is read
-        self._ends = False  # with the last of ``_requests``; what arrives is dropped too
-        self._answered = 0
+        self._parsed = 0  # how often the parser has told of something
+        self._gathered = 0  # bytes since then
+        self._unread = 0  # bytes that were dropped since the last request
+        self._answered = 0  # requests
         self._unframed = False  # the response ends with the connection
         self._refused: HttpRefusal | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._discard_timer: asyncio.TimerHandle | None = None
-        self._unread_timer: asyncio.TimerHandle | None = None
-        self._requests: list[RequestResponseCycle] = []  # not answered in full, oldest first
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._requests: deque[RequestResponseCycle] = deque()  # not answered in full, oldest first
         self.app = self._serve
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast("asyncio.Transport", transport))
+        self.flow: HeldFlow = HeldFlow(self.transport)
+        self._wire = Wire(self.transport, self.below)
         self.host = self.client[0] if self.client else ""
         self._begin_head()
-        if self.handshake is not None:
-            self.handshake.end()
+        if self.end_handshake is not None:
+            self.end_handshake()
         self.table.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
-        self._is_lost = True
-        for timer in (self._discard_timer, self._unread_timer):
+        self._wire = None
+        for timer in (self._discard_timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
         self.table.leave(self)
@@ -108,7 +115,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self.cycle = None  # type: ignore[assignment]
         self.below = None
         self.pipeline.clear()
-        self._requests = []
+        self._requests.clear()
+        self._held = b""
 
     def _abandon_requests(self) -> None:
         for request in self._requests:
@@ -118,140 +126,142 @@ class BoundedProtocol(HttpToolsProtocol):
     def abort(self) -> None:
         """Close at once; what was not written yet is lost."""
         self._abandon_requests()
-        self._lowest.abort()
-
-    @property
-    def _lowest(self) -> asyncio.Transport:
-        """The transport on the socket: that of a connection over TLS forgets what it has closed."""
-        return self.below or self.transport
+        (self.below or self.transport).abort()
 
     def has_left(self) -> bool:
         """Whether the connection is lost, or its client has closed it while nothing is read."""
-        if self._is_lost or self._lowest.is_closing():
+        if self._wire is None or self._wire.is_closing():
             return True
-        one = self._lowest.get_extra_info("socket")
-        if one is None or not self.flow.read_paused:
-            return False
-        poll = select.poll()
-        poll.register(one.fileno(), _CLOSED)
-        return bool(poll.poll(0))
+        return self.flow.read_paused and self._wire.is_closed_by_peer()
 
-    def untaken(self) -> int:
-        """Bytes that were written and are not known to have reached the client's system."""
-        if self._is_lost:
-            return 0
-        waiting = bytes(4)
-        with suppress(OSError, AttributeError):  # there is no socket, or its system does not tell
-            number = self._lowest.get_extra_info("socket").fileno()
-            waiting = fcntl.ioctl(number, termios.TIOCOUTQ, waiting)
-        return self._buffered() + int.from_bytes(waiting, sys.byteorder)
+    @property
+    def writes(self) -> bool:
+        """Whether something is written that the system has not taken."""
+        return self._wire is not None and self._wire.buffered() > 0
 
-    def _buffered(self) -> int:
-        """Bytes that were written and that the system has not taken yet."""
-        size = self._lowest.get_write_buffer_size()
-        if self.below is not None and not self.transport.is_closing():
-            size += self.transport.get_write_buffer_size()
-        return size
+    def _untaken(self) -> int:
+        return 0 if self._wire is None else self._wire.untaken()
 
     def data_received(self, data: bytes) -> None:
-        if self._discards or self._ends:
+        if self._reading is Reading.REQUESTS:
+            self._parse(self._held + data)
+        else:
             self._discard(len(data))
-            return
-        began_in_head, heads = self._in_head, self._heads
-        try:
-            self.parser.feed_data(data)
-            if began_in_head and self._in_head and self._heads == heads:
-                self._count(len(data))
-        except (httptools.HttpParserError, HttpRefusal):
-            self.send_400_response("Invalid HTTP request received.")
-        except httptools.HttpParserUpgrade as upgrade:
-            self._read_without_upgrade(data[upgrade.args[0] :])
 
-    def _read_without_upgrade(self, rest: bytes) -> None:
-        """Read the request again without its wish for another protocol, which a server may ignore.
+    def _parse(self, data: bytes) -> None:
+        """Parse until a request waits for the one before it; what is left is held."""
+        given = memoryview(data)
+        while given and not self.pipeline and self._reading is Reading.REQUESTS:
+            piece, given = given[:PIECE_BYTES], given[PIECE_BYTES:]
+            parsed = self._parsed
+            try:
+                self.parser.feed_data(piece)
+                self._count(len(piece), parsed)
+            except (httptools.HttpParserError, HttpRefusal):
+                self.send_400_response("Invalid HTTP request received.")
+                given = memoryview(b"")
+            except httptools.HttpParserUpgrade as upgrade:
+                rest = bytes(piece[upgrade.args[0] :]) + given
+                given = memoryview(self._read_again() + rest)
+        self._held = bytes(given)
+        self.flow.hold(bool(self._held or self.pipeline))
 
-        Java's client wishes for HTTP/2 in every first request. The parser stops at the end of such
-        a head, so the body would be lost.
+    def _count(self, size: int, parsed: int) -> None:
+        """Bound what is parsed and neither kept nor passed on: all but bodies that are wanted."""
+        if self.cycle is not None and self.cycle.response_complete and not self._in_head:
+            self._discard(size)
+        self._gathered = self._gathered + size if self._parsed == parsed else 0
+        limit = self.table.limits.head_bytes
+        if self._gathered > limit:
+            message = f"its head, or fields behind its body, exceed {limit} bytes"
+            self._refused = HttpRefusal(431, "head_too_large", "request", message)
+            raise self._refused
+
+    def _read_again(self) -> bytes:
+        """The head of a request that wishes for another protocol, for a new parser.
+
+        The parser stops at its end, so the body would be lost.
         """
         if self.parser.get_method() == b"CONNECT":
             self.send_400_response("CONNECT is for proxies.")
-            return
+            return b""
+        line = b"%s %s" % (self.parser.get_method(), self.url)
         version = self.parser.get_http_version().encode()
-        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
-        for name, value in self.headers:
-            if name == b"connection":
-                words = (word.strip() for word in value.split(b","))
-                kept = [word for word in words if word.lower() not in _UPGRADE]
-                lines.append(b"connection: " + b", ".join(kept))
-            elif name not in _UPGRADE:
-                lines.append(b"%s: %s" % (name, value))
         self.parser = httptools.HttpRequestParser(self)
-        self.data_received(b"\r\n".join([*lines, b"", rest]))
+        return without_upgrade(b"%s HTTP/%s" % (line, version), self.headers)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._parsed += 1
         self._unset_keepalive_if_required()
         self._begin_head()
-        self._head_bytes = 0
+        self._unread = 0
         self.scope["extensions"] = {EXTENSION: {"connection": self}}
         self.table.busy(self)
 
-    def on_url(self, url: bytes) -> None:
-        self._count(len(url))
-        super().on_url(url)
-
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value) + 4)
         if self._in_head:  # else it is a trailer of the body: not to be merged (RFC 9110, 6.5.1)
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._heads += 1
+        self._parsed += 1
         self._end_head()
         self._unset_keepalive_if_required()
-        self._require_host()
+        version = self.parser.get_http_version()
+        self._refused = host_refused(self.headers, version)
+        if self._refused is not None:
+            raise self._refused
         if self.parser.should_upgrade():
             return  # it is read again
+        self.url = with_path(self.url)
+        if version == "1.0":
+            self.expect_100_continue = False  # RFC 9110, 15.2
         super().on_headers_complete()
         self._requests.append(self.cycle)
 
-    def _require_host(self) -> None:
-        """RFC 9112, 3.2: a request of HTTP/1.1 names its host, once."""
-        hosts = sum(name == b"host" for name, _ in self.headers)
-        if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
-            message = f"needs one Host header, got {hosts}"
-            self._refused = HttpRefusal(400, "bad_request", "request", message)
-            raise self._refused
-
     def on_message_complete(self) -> None:
+        self._parsed += 1
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
     def on_body(self, body: bytes) -> None:
-        if self.cycle.response_complete:
-            self._discard(len(body))
+        self._parsed += 1
         super().on_body(body)
 
     def on_response_complete(self) -> None:
-        self._requests = [one for one in self._requests if not one.response_complete]
+        self._requests.popleft()
         super().on_response_complete()
-        if not self._requests and not self.transport.is_closing():
-            self.table.rest(self)
         self._answered += 1
-        if self._unread_timer is None:
-            self._drop_unread(None)
-
-    def _drop_unread(self, before: tuple[int, int] | None) -> None:
-        """Abort if no byte of a complete response was taken since ``before``: the last look."""
-        self._unread_timer = None
-        if self._is_lost or not self._buffered():
+        self._watch_writing()
+        if self.transport.is_closing():
             return
-        now = self._answered, self.untaken()
-        if now == before:
+        self._parse(self._held)
+        if not self._requests and not self._in_head:
+            self.table.rest(self)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writing()
+
+    def _watch_writing(self) -> None:
+        """See to it that what is written is taken, from now on."""
+        if self._write_timer is None and self.writes:
+            self._look_at_writing((self._answered, self._untaken()), self.loop.time())
+
+    def _look_at_writing(self, before: tuple[int, int], since: float) -> None:
+        """Abort if no byte was taken and no request answered for long: it was ``before`` since."""
+        self._write_timer = None
+        if not self.writes:
+            return
+        stuck, now = self.table.limits.stuck_seconds, self.loop.time()
+        state = self._answered, self._untaken()
+        if state != before:
+            since = now
+        elif now - since >= stuck:
             self.abort()
             return
-        seconds = self.table.limits.stuck_seconds
-        self._unread_timer = self.loop.call_later(seconds, self._drop_unread, now)
+        seconds = min(stuck / 4, WATCH_SECONDS)
+        self._write_timer = self.loop.call_later(seconds, self._look_at_writing, state, since)
 
     @property
     def _answers(self) -> bool:
@@ -260,28 +270,35 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """The answer to what cannot be parsed, and to a head that is too large or too slow."""
-        if self._discards or self.transport.is_closing():
+        if self._reading is Reading.UNTIL_CLOSED or self.transport.is_closing():
             return
         if self._answers:  # an error would be taken for the response to another request
-            last = self._requests[-1]
-            if last.more_body and not (self.pipeline and self.pipeline[0][0] is last):
-                self.transport.close()
-                return
-            if last.more_body:  # it waits for those before it, and is never answered
-                self.pipeline.popleft()
-                self._requests.pop()
-            self._ends = True
-            self._end_head()
+            self._end_with_the_last()
+            return
+        if self.cycle is not None and self.cycle.response_complete and not self._in_head:
+            self._close_late()  # it is the rest of a request that has its answer
             return
         self._abandon_requests()  # the one whose body is wrong
         refused = self._refused or HttpRefusal(400, "bad_request", "request", msg)
         content = json.dumps(body_of(refused)).encode()
         head = STATUS_LINE[refused.status] + (
-            b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-            % len(content)
+            b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n"
+            b"x-request-id: %s\r\n\r\n" % (len(content), request_id_of({}).encode())
         )
         self.transport.write(head + content)
         self._close_late()
+
+    def _end_with_the_last(self) -> None:
+        """Read no more; a request whose body is not whole is not answered."""
+        last = self._requests[-1]
+        if last.more_body and not (self.pipeline and self.pipeline[0][0] is last):
+            self.transport.close()  # its answer has begun
+            return
+        if last.more_body:
+            self.pipeline.popleft()
+            self._requests.pop()
+        self._reading = Reading.NOTHING
+        self._end_head()
 
     async def _serve(
         self, scope: HTTPScope, receive: ASGIReceiveCallable, send: ASGISendCallable
@@ -308,7 +325,7 @@ class BoundedProtocol(HttpToolsProtocol):
             names = {name.lower() for name, _ in message.get("headers", ())}
             self._unframed = b"content-length" not in names
             request.chunked_encoding = False if self._unframed else None
-        last = self._ends and self._requests[-1:] == [request]
+        last = self._reading is Reading.NOTHING and self._requests[-1] is request
         ends_late = ends and (last or (request.more_body and not request.keep_alive))
         request.keep_alive |= ends_late
         await request.send(message)
@@ -321,20 +338,21 @@ class BoundedProtocol(HttpToolsProtocol):
         ``body_seconds`` begin anew while the client still takes what was written. If the connection
         were closed while the client sends, its system would drop the response.
         """
-        if self._discards or self.transport.is_closing():
+        if self._reading is Reading.UNTIL_CLOSED or self.transport.is_closing():
             return
-        self._discards = True
+        self._reading = Reading.UNTIL_CLOSED
         self._end_head()
         self.table.rest(self)
         if self.transport.can_write_eof():
             with suppress(OSError):  # the client has left: the event loop sees it next
                 self.transport.write_eof()
+        self.flow.hold(False)
         self.flow.resume_reading()
         self._abort_late(None)
 
     def _abort_late(self, before: int | None) -> None:
-        left = self.untaken()
-        if before is not None and (left == before or not self._buffered()):
+        left = self._untaken()
+        if before is not None and (left == before or not self.writes):
             self.abort()
             return
         seconds = self.table.limits.body_seconds
@@ -359,17 +377,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _late(self) -> None:
         self._head_timer = None
+        if self.flow.read_paused:  # the rest may be here
+            self._begin_head()
+            return
         message = f"no whole head within {self.table.limits.head_seconds:g} s"
         self._refused = HttpRefusal(408, "request_timeout", "request", message)
         answers = self._answers
         self.send_400_response(message)
         if not answers:
-            self.transport.close()  # everything was read
-
-    def _count(self, size: int) -> None:
-        self._head_bytes += size
-        limit = self.table.limits.head_bytes
-        if self._head_bytes > limit:
-            message = f"its head exceeds {limit} bytes"
-            self._refused = HttpRefusal(431, "head_too_large", "request", message)
-            raise self._refused
+            self.transport.close()  # nothing is unread that could make its system drop the answer

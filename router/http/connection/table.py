@@ -16,7 +16,7 @@ class HttpLimits:
     head_bytes: int = 32 << 10
     head_seconds: float = 10.0  # from the first byte, or the connection's start, to a whole head
     idle_seconds: float = 75.0  # between two requests
-    unread_bytes: int = 64 << 20  # dropped of what follows the last request
+    unread_bytes: int = 64 << 20  # dropped of the rest of a request that has its answer
     body_bytes: int = 8 << 20
     body_seconds: float = 30.0  # also for the unread bytes
     stuck_seconds: float = 30.0  # a response that the client does not read ends after that
@@ -27,6 +27,9 @@ class CountedConnection(Protocol):
 
     host: str
     shakes_hands: bool
+
+    @property
+    def writes(self) -> bool: ...
 
     def abort(self) -> None: ...
 
@@ -45,13 +48,17 @@ class ConnectionTable:
         return self._hosts.total()
 
     def enter(self, connection: CountedConnection) -> None:
-        """Count a new connection. If there are too many, the one longest idle is closed."""
+        """Count a new connection. If there are too many, the one longest idle is closed.
+
+        The last are those whose clients have not read all of an answer.
+        """
         host, limits = connection.host, self.limits
         self._hosts[host] += 1
         full = self.open > limits.connections
         if full or self._hosts[host] > limits.connections_per_host:
-            idle = (one for one in self._idle if full or one.host == host)
-            evicted = next(idle, connection)
+            idle = [one for one in self._idle if full or one.host == host]
+            silent = (one for one in idle if not one.writes)
+            evicted = next(silent, idle[0] if idle else connection)
             self._idle.pop(evicted, None)  # it is still open: the next one evicts another
             evicted.abort()
             if evicted is connection:
@@ -74,5 +81,5 @@ class ConnectionTable:
         self._idle.pop(connection, None)
 
     def rest(self, connection: CountedConnection) -> None:
-        """Its last request is complete."""
+        """It may make room for another one."""
         self._idle[connection] = None

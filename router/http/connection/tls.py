@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 from asyncio.sslproto import SSLProtocol
+from contextlib import suppress
 from typing import cast
 
 from router.http.connection.protocol import BoundedProtocol
+from router.http.connection.wire import READ_BYTES
+
+log = logging.getLogger("kvrelay.router")
 
 
 class TlsConnection(SSLProtocol):
@@ -19,6 +24,8 @@ class TlsConnection(SSLProtocol):
     """
 
     shakes_hands = True
+    writes = False
+    max_size = READ_BYTES
 
     def __init__(self, protocol: BoundedProtocol, context: ssl.SSLContext) -> None:
         super().__init__(
@@ -33,7 +40,7 @@ class TlsConnection(SSLProtocol):
         self._speaks: BoundedProtocol | None = protocol
         self._table = protocol.table
         self._below: asyncio.Transport | None = None
-        protocol.handshake = self
+        protocol.end_handshake = self.end
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._below = cast("asyncio.Transport", transport)
@@ -44,11 +51,17 @@ class TlsConnection(SSLProtocol):
         self._table.enter(self)
         super().connection_made(transport)
 
+    def _fatal_error(self, exc: BaseException, message: str = "") -> None:
+        """Send the alert that tells the client why, which asyncio drops."""
+        with suppress(Exception):  # nothing more can be sent
+            self._process_outgoing()  # type: ignore[attr-defined]
+        super()._fatal_error(exc, message)
+
     def end(self) -> None:
         """The handshake has ended, or the connection: it is not counted here."""
         if self._speaks is not None:
             self._table.leave(self)
-            self._speaks.handshake = None
+            self._speaks.end_handshake = None
             self._speaks = None
 
     def abort(self) -> None:
@@ -58,6 +71,7 @@ class TlsConnection(SSLProtocol):
     def connection_lost(self, exc: BaseException | None) -> None:
         if self._speaks is not None:
             self._speaks.let_go()
+            log.debug("no TLS with %s: %s", self.host, exc or "it has left")
         if exc is not None:
             exc.__traceback__ = None  # a frame of asyncio's has the error and this connection
         self.end()

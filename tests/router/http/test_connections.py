@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import ssl
 import time
@@ -304,6 +305,24 @@ async def test_handshakes_are_counted_and_bounded(tmp_path: Path) -> None:
         for _, one in silent:
             one.close()
         await until(lambda: server.connections.open == 0)
+
+
+@pytest.mark.parametrize("reason", ["peer did not return a certificate", "http request"])
+async def test_why_there_is_no_tls_is_told(
+    reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "kvrelay.router")
+    files = write_files(tmp_path, "router", CertificateAuthority())
+    trust = ssl.create_default_context(cafile=files.ca) if reason != "http request" else None
+    async with bounded(policy.load(files.options())) as (_, client, _):
+        where = "127.0.0.1", client.base_url.port
+        reader, writer = await asyncio.open_connection(*where, ssl=trust)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        if trust is not None:
+            with pytest.raises(ssl.SSLError, match="certificate required"):
+                await reader.read()
+        await until(lambda: bool(re.search(f"no TLS with .*{reason}", caplog.text)))
+        writer.transport.abort()
 
 
 async def test_an_unanswered_request_is_told_that_the_router_ends(

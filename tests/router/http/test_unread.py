@@ -9,7 +9,6 @@ import ssl
 from dataclasses import replace
 from pathlib import Path
 
-import httpx2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,14 +48,12 @@ def request(page: bytes, body: bytes) -> bytes:
     return HEAD % page + b"content-length: %d\r\n\r\n" % len(body) + body
 
 
-async def slow_reader(
-    client: httpx2.AsyncClient, trust: ssl.SSLContext | None = None
-) -> Connection:
+async def slow_reader(port: int | None, trust: ssl.SSLContext | None = None) -> Connection:
     """A connection that takes few bytes which are not read."""
     made = socket.socket()
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     made.setblocking(False)
-    await asyncio.get_running_loop().sock_connect(made, ("127.0.0.1", client.base_url.port))
+    await asyncio.get_running_loop().sock_connect(made, ("127.0.0.1", port))
     name = None if trust is None else "localhost"
     return await asyncio.open_connection(sock=made, limit=1, ssl=trust, server_hostname=name)
 
@@ -132,7 +129,7 @@ async def test_a_whole_answer_that_is_not_read_is_dropped(
         monkeypatch.setattr(exchange, "PART_BYTES", 1 << 30)
     security, trust = keys
     async with bounded(security, stuck_seconds=0.4) as (_, client, server):
-        _, writer = await slow_reader(client, trust)
+        _, writer = await slow_reader(client.base_url.port, trust)
         writer.write(request(b"tokenize", LONG))
         await until(lambda: server.connections.open == 1)
         await until(lambda: server.connections.open == 0)
@@ -143,7 +140,7 @@ async def test_an_answer_that_is_read_slowly_is_whole(keys: Keys) -> None:
     """About 1 MB a second; while a system's buffer is full, the server's own does not change."""
     security, trust = keys
     async with bounded(security, stuck_seconds=0.4) as (_, client, _):
-        reader, writer = await slow_reader(client, trust)
+        reader, writer = await slow_reader(client.base_url.port, trust)
         writer.write(request(b"tokenize", LONG))
         head = bytearray()
         while not head.endswith(b"\r\n\r\n"):
@@ -213,7 +210,7 @@ async def test_the_end_of_the_router_is_no_error_for_who_does_not_read(
 
     monkeypatch.setattr(Exchange, "_write", watched)
     async with bounded() as (_, client, server):
-        _, writer = await slow_reader(client)
+        _, writer = await slow_reader(client.base_url.port)
         writer.write(request(b"tokenize", LONG))
         await asyncio.wait_for(stuck.wait(), 20)
         await server.stop()
@@ -236,7 +233,7 @@ async def test_who_leaves_while_its_long_body_waits_is_seen() -> None:
         made = [await raw(client) for _ in range(5)]
         for _, writer in made:
             writer.write(HEAD % b"v1/completions" + b"content-length: 8000000\r\n\r\n")
-            writer.write(b" " * (8 * inbox.SMALL_BYTES))
+            writer.write(b" " * (2 * inbox.SMALL_BYTES))  # all of it fits the buffers
         await until(lambda: waits.waiting == 4)
         await asyncio.sleep(0.2)
         reading = [writer for _, writer in made if not writer.transport.is_closing()]

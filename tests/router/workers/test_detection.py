@@ -248,6 +248,33 @@ async def test_streams_leave_a_draining_worker_if_they_can() -> None:
         await other.stop()
 
 
+@pytest.mark.parametrize("moves", [False, True])
+async def test_a_draining_worker_that_was_silent_keeps_what_fits_nowhere_else(moves: bool) -> None:
+    leaving, event = sleeper("d0")
+    assert leaving.behaviour.step is not None
+    async with running([leaving], **DEFAULT) as router:
+        call = aiter(router.call(request()))
+        seen = await first(call, 3)
+        leaving.behaviour.draining = True
+        await router.settled(used=0)
+        event.clear()
+        suspect = {"WORKER_STATE_SUSPECT"}
+        await until(
+            lambda: {str(w.health.state.name) for w in router.registry.workers} == {"SUSPECT"}
+        )
+        assert set((await states(router)).values()) == suspect
+        if moves:
+            await stand_by_draining(router, leaving, other := decode_worker("d1"))
+            assert seen + await rest(call) == answer(PROMPT, 8, 5)
+            await other.stop()
+            return
+        event.set()
+        for _ in range(5):
+            leaving.behaviour.step.release()
+        assert seen + await rest(call) == answer(PROMPT, 8, 5)
+        assert not leaving.cancelled.is_set()
+
+
 class Asked(asyncio.Event):
     """Always set; counts its waiters."""
 

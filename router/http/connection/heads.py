@@ -1,0 +1,47 @@
+"""Rules for the head of a request that uvicorn leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import httptools
+
+from router.http.errors import HttpRefusal
+
+Fields = Iterable[tuple[bytes, bytes]]
+"""Names in lower case and values, as they arrived."""
+
+_UPGRADE = (b"upgrade", b"http2-settings")
+"""Headers, and words of ``connection``, by which a client wishes for another protocol."""
+
+
+def host_refused(fields: Fields, version: str) -> HttpRefusal | None:
+    """RFC 9112, 3.2: a request of HTTP/1.1 names its host, once."""
+    hosts = sum(name == b"host" for name, _ in fields)
+    if hosts == 1 or (not hosts and version != "1.1"):
+        return None
+    return HttpRefusal(400, "bad_request", "request", f"needs one Host header, got {hosts}")
+
+
+def with_path(url: bytes) -> bytes:
+    """The URL, or the path ``/`` for one that has a host and no path (RFC 9110, 4.2.3)."""
+    if url.startswith((b"/", b"*")):
+        return url
+    parsed = httptools.parse_url(url)
+    return url if parsed.path else b"/" + (b"?" + parsed.query if parsed.query else b"")
+
+
+def without_upgrade(line: bytes, fields: Fields) -> bytes:
+    """A head without its wish for another protocol, which a server may ignore.
+
+    Java's client wishes for HTTP/2 in every first request. ``line`` is the first one.
+    """
+    lines = [line]
+    for name, value in fields:
+        if name == b"connection":
+            words = (word.strip() for word in value.split(b","))
+            kept = [word for word in words if word.lower() not in _UPGRADE]
+            lines.append(b"connection: " + b", ".join(kept))
+        elif name not in _UPGRADE:
+            lines.append(b"%s: %s" % (name, value))
+    return b"\r\n".join([*lines, b"", b""])

@@ -1,0 +1,248 @@
+"""Requests on one connection that arrive at once, in pieces, or behind one that is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from kvrelay.rpc.address import Address
+from router.http.connection.protocol import PIECE_BYTES, BoundedProtocol
+from router.http.connection.table import HttpLimits
+from router.http.connection.wire import READ_BYTES
+from router.http.server import HttpServer
+from tests.router.fakes import Behaviour, decode_worker
+from tests.router.http.rig import SEED, bounded, raw
+from tests.router.http.test_unread import HEAD, request, slow_reader
+from tests.router.rig import PROMPT, until
+
+GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+REFUSED = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: text/plain\r\n"
+OLD = (
+    b"POST /tokenize HTTP/1.0\r\nexpect: 100-continue\r\ncontent-type: application/json\r\n"
+    b"content-length: 2\r\n\r\n{}"
+)
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
+
+
+def completion(**more: object) -> bytes:
+    body = {"prompt": PROMPT, "max_tokens": 3, "seed": SEED, **more}
+    return request(b"v1/completions", json.dumps(body).encode())
+
+
+def connections(server: HttpServer) -> list[BoundedProtocol]:
+    assert server._server is not None
+    return [
+        one for one in server._server.server_state.connections if isinstance(one, BoundedProtocol)
+    ]
+
+
+async def test_few_requests_wait_however_many_are_sent() -> None:
+    """Also while answers are sent: each lets in no more than it takes away."""
+    async with bounded() as (_, client, server):
+        reader, writer = await raw(client)
+        most = 0
+        answered = 0
+        for _ in range(60):
+            writer.write(GET * 500)
+            found = await asyncio.wait_for(reader.read(1 << 20), 20)
+            answered += found.count(b"HTTP/1.1 200")
+            (one,) = connections(server)
+            most = max(most, len(one._requests))
+            assert len(one._held) <= 2 * READ_BYTES
+        assert 1 < most <= PIECE_BYTES // len(GET) + 2
+        assert answered > 60
+        while answered < 60 * 500:
+            found = await asyncio.wait_for(reader.readexactly(1), 20)
+            answered += (found + await reader.read(1 << 20)).count(b"TP/1.1 200")
+        writer.close()
+
+
+async def test_a_body_behind_many_requests_is_bounded() -> None:
+    async with bounded() as (_, client, server):
+        _, writer = await raw(client)
+        writer.write(GET * 300 + HEAD % b"tokenize" + CHUNKED)
+        sent = 0
+        for _ in range(200):
+            writer.write(b"10000\r\n" + b" " * 65536 + b"\r\n")
+            sent += 65536
+            await asyncio.sleep(0.001)
+        (one,) = connections(server)
+        assert len(one._held) + sum(len(each.body) for each in one._requests) < 4 * 65536 < sent
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize("part", ["field", "extension", "blank lines"])
+@pytest.mark.parametrize("refused", [False, True])
+async def test_what_stands_around_a_body_is_bounded(part: str, refused: bool) -> None:
+    """An endless trailer is kept whole by the parser."""
+    before = {"field": b"0\r\nx: ", "extension": b"1;x=", "blank lines": b"0\r\n\r\n"}[part]
+    filler = b"\r\n" if part == "blank lines" else b"y"
+    async with bounded(head_bytes=4096, idle_seconds=60) as (_, client, server):
+        reader, writer = await raw(client)
+        head = REFUSED if refused else HEAD % b"v1/completions"
+        writer.write(head + CHUNKED + before)
+        for _ in range(200):
+            writer.write(filler * 1000)
+            await asyncio.sleep(0)
+        async with asyncio.timeout(20):
+            found = await reader.read()
+        assert found.count(b"HTTP/1.1 ") == 1
+        assert (b" 431 " in found) == (not refused and part != "blank lines")
+        writer.close()
+        await until(lambda: server.connections.open == 0)
+
+
+@pytest.mark.parametrize("size", [1, 1400, 1 << 20])
+async def test_a_head_has_one_size_however_it_arrives(size: int) -> None:
+    fields = b"".join(b"x-%d: %s\r\n" % (i, b"z" * 200) for i in range(20))
+    head = GET[:-2] + fields + b"\r\n"
+    for limit, status in ((len(head), b"200"), (len(head) - 2 * PIECE_BYTES - 1, b"431")):
+        async with bounded(head_bytes=limit) as (_, client, _):
+            reader, writer = await raw(client)
+            for at in range(0, len(head), size):
+                writer.write(head[at : at + size])
+                await asyncio.sleep(0)
+            answered = await asyncio.wait_for(reader.readline(), 20)
+            assert answered.split()[1] == status
+            writer.close()
+
+
+@pytest.mark.parametrize("cut", [0, 20, 60])
+async def test_a_connection_with_a_second_request_in_pieces_is_not_idle(cut: int) -> None:
+    tokens = asyncio.Event()
+    worker = decode_worker(behaviour=Behaviour(tokens=tokens))
+    async with bounded(None, worker, connections=1) as (_, client, _):
+        reader, writer = await raw(client)
+        second = completion()
+        writer.write(GET + second[:cut])
+        await asyncio.wait_for(reader.readuntil(b'"ok"}'), 20)
+        writer.write(second[cut:])
+        await asyncio.wait_for(worker.entered.wait(), 20)
+        other, _ = await raw(client)
+        assert await asyncio.wait_for(other.read(), 20) == b""
+        tokens.set()
+        assert b"200" in await asyncio.wait_for(reader.readline(), 20)
+        writer.close()
+
+
+async def test_a_head_is_not_late_while_the_router_reads_nothing() -> None:
+    step = asyncio.Semaphore(1)
+    worker = decode_worker(behaviour=Behaviour(step=step))
+    async with bounded(None, worker, head_seconds=0.2) as (_, client, _):
+        reader, writer = await raw(client)
+        writer.write(completion(stream=True))
+        await asyncio.wait_for(reader.readuntil(b"data: "), 20)
+        writer.write(GET + b"GET /ready HTTP/1.1\r\nho")
+        await asyncio.sleep(0.05)
+        writer.write(b"st: x\r\n\r\n")
+        await asyncio.sleep(0.5)
+        for _ in range(3):
+            step.release()
+        async with asyncio.timeout(20):
+            await reader.readuntil(b"[DONE]")
+            await reader.readuntil(b'"ok"}')
+            await reader.readuntil(b"HTTP/1.1 200")
+        writer.close()
+
+
+async def test_bodies_of_refused_requests_do_not_add_up() -> None:
+    async with bounded(unread_bytes=300_000) as (_, client, _):
+        reader, writer = await raw(client)
+        for _ in range(8):
+            writer.write(REFUSED + b"content-length: 200000\r\n\r\n")
+            answered = await asyncio.wait_for(reader.readuntil(b"}}"), 20)
+            assert answered.startswith(b"HTTP/1.1 415")
+            writer.write(b" " * 200_000)
+            await writer.drain()
+        writer.close()
+
+
+async def test_the_rest_of_an_answered_request_gets_no_answer_of_its_own() -> None:
+    async with bounded() as (_, client, _):
+        reader, writer = await raw(client)
+        writer.write(REFUSED + CHUNKED + b"5\r\nhello\r\n")
+        await asyncio.wait_for(reader.readuntil(b"}}"), 20)
+        writer.write(b"zz\r\n")
+        assert await asyncio.wait_for(reader.read(), 20) == b""
+        writer.close()
+
+
+async def long_page(scope: Scope, receive: Receive, send: Send) -> None:
+    """A page that nothing watches but its connection."""
+    body = b"x" * (4 << 20) if scope["path"] == "/long" else b"short"
+    length = (b"content-length", b"%d" % len(body))
+    await send({"type": "http.response.start", "status": 200, "headers": [length]})
+    half = len(body) // 2
+    await send({"type": "http.response.body", "body": body[:half], "more_body": True})
+    await send({"type": "http.response.body", "body": body[half:], "more_body": False})
+
+
+async def test_a_page_that_is_not_read_is_dropped() -> None:
+    server = HttpServer(long_page, Address("127.0.0.1", 0), HttpLimits(stuck_seconds=0.4))
+    url = await server.start()
+    try:
+        _, writer = await slow_reader(int(url.rpartition(":")[2]))
+        writer.write(GET.replace(b"health", b"long"))
+        await until(lambda: server.connections.open == 1)
+        await until(lambda: server.connections.open == 0)
+        writer.close()
+    finally:
+        await server.stop()
+
+
+async def test_who_still_reads_an_answer_makes_no_room_before_others() -> None:
+    limits = HttpLimits(connections=4)  # two for each host
+    server = HttpServer(long_page, Address("127.0.0.1", 0), limits)
+    url = await server.start()
+    try:
+        port = int(url.rpartition(":")[2])
+        reader, writer = await slow_reader(port)
+        writer.write(GET.replace(b"health", b"long"))
+        (slow,) = connections(server)
+        await until(lambda: slow._answered == 1 and slow.writes)
+        idle, _ = await asyncio.open_connection("127.0.0.1", port)
+        last, _ = await asyncio.open_connection("127.0.0.1", port)
+        assert await asyncio.wait_for(idle.read(), 20) == b""
+        async with asyncio.timeout(60):
+            size = 0
+            while size < 4 << 20:
+                size += len(part := await reader.read(1 << 20))
+                assert part, size
+        assert not last.at_eof()
+        writer.close()
+    finally:
+        await server.stop()
+
+
+@pytest.mark.parametrize(
+    ("head", "status", "words"),
+    [
+        (b"GET http://x HTTP/1.1\r\nhost: x\r\n\r\n", b"404", b"'/'"),
+        (b"GET http://x?y=1 HTTP/1.1\r\nhost: x\r\n\r\n", b"404", b"'/'"),
+        (b"GET http://x/health HTTP/1.1\r\nhost: x\r\n\r\n", b"200", b"ok"),
+        (b"GET /health%0a HTTP/1.1\r\nhost: x\r\n\r\n", b"404", b", /v1/models/{model}"),
+        (OLD, b"400", b"prompt"),
+    ],
+)
+async def test_a_request_that_is_unusual(head: bytes, status: bytes, words: bytes) -> None:
+    async with bounded() as (_, client, _):
+        reader, writer = await raw(client)
+        writer.write(head)
+        answered = await asyncio.wait_for(reader.readuntil(b"}"), 20)
+        assert answered.split()[1] == status
+        assert words in answered
+        writer.close()
+
+
+async def test_many_wishes_for_another_protocol_at_once() -> None:
+    wish = GET[:-2] + b"connection: upgrade\r\nupgrade: h2c\r\n\r\n"
+    async with bounded() as (_, client, _):
+        reader, writer = await raw(client)
+        writer.write(wish * 600)
+        async with asyncio.timeout(20):
+            for _ in range(600):
+                assert (await reader.readuntil(b'"ok"}')).startswith(b"HTTP/1.1 200")
+        writer.close()
