@@ -202,12 +202,20 @@ def ask(peer: ResidentEngine, prompt: list[int], new: int) -> tuple[float, float
 
 
 def _answers(peer: ResidentEngine) -> bool:
+    """Whether it serves. kvrelay's router is healthy before a worker is ready; others have no page
+    for that."""
+    status = _status(peer, "/ready")
+    return (_status(peer, "/health") if status == 404 else status) == 200
+
+
+def _status(peer: ResidentEngine, page: str) -> int:
+    """0: nothing listens."""
     connection = http.client.HTTPConnection("127.0.0.1", peer.port, timeout=2)
     try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
+        connection.request("GET", page)
+        return connection.getresponse().status
     except OSError:
-        return False
+        return 0
     finally:
         connection.close()
 

@@ -56,9 +56,13 @@ FIRST_TOKEN, *_ = WORKLOADS
 
 def vllm_flags(model: Path, port: int, eager: bool) -> list[str]:
     """Of both ways to run `vllm serve`."""
-    words = ["serve", str(model), "--port", str(port), "--block-size", str(BLOCK)]
-    words += ["--max-model-len", "2048", "--max-num-seqs", "64"]
+    words = ["serve", str(model), "--port", str(port), "--max-num-seqs", "64"]
     return [*words, "--enforce-eager"] if eager else words
+
+
+def common_flags(dtype: str) -> list[str]:
+    """Of all engines. vLLM would compute a float32 model in bfloat16."""
+    return ["--block-size", str(BLOCK), "--max-model-len", "2048", "--dtype", dtype]
 
 
 def with_store(store: str) -> list[str]:
@@ -92,12 +96,13 @@ def start(name: str, options: argparse.Namespace, model: Path, stack: ExitStack)
     """Start one of ``NAMES``."""
     environ: Mapping[str, str] = vllm_environ(options.threads)
     if name in (WORKERS, SPLIT):
-        flags = ["--engine", "vllm", "--vllm-python", options.vllm, "--block-size", str(BLOCK)]
+        flags = ["--engine", "vllm", "--vllm-python", options.vllm]
+        flags += common_flags(options.dtype)
         flags += ["--prefill", "0" if name == WORKERS else "1"]
         flags += ["--vllm-option", "enforce_eager=true"] if options.eager else []
         return stack.enter_context(serving(*kvrelay(name, model, flags), environ))
     (port,) = free_ports(1)
-    words = vllm_flags(model, port, options.eager)
+    words = vllm_flags(model, port, options.eager) + common_flags(options.dtype)
     beside: tuple[int, ...] = ()
     if name == CONNECTOR:
         url, pid = start_store(stack)

@@ -16,6 +16,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from kvrelay.engine.attention.backend import ATTENTION, paged_attention
+from kvrelay.engine.attention.native.library import products_of
 from kvrelay.engine.attention.native.products import NoProducts, Products
 from kvrelay.engine.attention.pool import DTYPES, PoolShape
 from kvrelay.engine.model.capability import position_limit, servable_length
@@ -25,7 +26,7 @@ from kvrelay.engine.model.decoder_weights import extract_weights
 from kvrelay.engine.model.device import open_device
 from kvrelay.engine.model.elementwise import vectorise_activations
 from kvrelay.engine.model.forward import CausalModel, TransformersModel
-from kvrelay.engine.model.packed_linear import limit_onednn, pack_linears, products_of
+from kvrelay.engine.model.packed_linear import limit_onednn, pack_linears
 from kvrelay.engine.model.pretrained import FOREIGN, read_config, read_weights, revision
 from kvrelay.engine.model.probe import compare_logits, observe_model, reference_logits
 from kvrelay.errors import Unservable

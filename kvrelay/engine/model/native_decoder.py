@@ -13,7 +13,7 @@ import torch
 
 from kvrelay.engine.attention.backend import AttentionStep
 from kvrelay.engine.attention.native.backend import NativeStep
-from kvrelay.engine.attention.native.rows import RowKernels, result_rows
+from kvrelay.engine.attention.native.rows import RowKernels
 from kvrelay.engine.model.decoder_weights import DecoderWeights, RmsNorm
 
 
@@ -47,7 +47,7 @@ class NativeDecoder:
             kernels.rotate(joint, weights.angles, positions, turning, weight, epsilon)
             attended = step.attend_joint(number, joint, heads.queries, heads.scaling)
             if layer is weights.layers[-1]:  # nothing reads its other rows
-                attended, hidden = _taken(attended, rows), hidden[rows]
+                attended, hidden = self._taken(attended, rows), hidden[rows]
             added = layer.out(attended)
             joint = layer.gate_up(self._norm(added, hidden, layer.before_mlp))
             added = layer.down(kernels.gate(joint))
@@ -59,10 +59,9 @@ class NativeDecoder:
     ) -> torch.Tensor:
         return self.kernels.norm(added, residual, owner.weight, owner.epsilon)
 
-
-def _taken(given: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Some rows of a result, as ``result_rows``."""
-    count = rows.shape[0]
-    out = result_rows(count, given.shape[1], given.dtype)
-    torch.index_select(given, 0, rows, out=out[:count])
-    return out
+    def _taken(self, given: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Some rows of a result."""
+        count = rows.shape[0]
+        out = self.kernels.room(count, given.shape[1], given.dtype)
+        torch.index_select(given, 0, rows, out=out[:count])
+        return out

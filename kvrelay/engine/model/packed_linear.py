@@ -19,8 +19,8 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from kvrelay.engine.attention.index import rows_computed
-from kvrelay.engine.attention.native.library import is_bfloat16_slow, load_products
-from kvrelay.engine.attention.native.products import NoProducts, Products, tiled
+from kvrelay.engine.attention.native.library import is_bfloat16_slow, products_of
+from kvrelay.engine.attention.native.products import Products, tiled
 from kvrelay.process.cores import MOST_THREADS
 
 _PACKED = (torch.float32, torch.bfloat16)
@@ -52,13 +52,6 @@ def limit_onednn() -> None:
     os.environ.setdefault("DNNL_MAX_CPU_ISA", "AVX10_1_512")  # ONEDNN_MAX_CPU_ISA overrides it
     for name in KERNEL_CACHES:
         os.environ.setdefault(name, str(KERNELS))
-
-
-def products_of(dtype: torch.dtype) -> Products | NoProducts:
-    """The CPU's products in a dtype; ``Rejected`` as in ``load_products``."""
-    if dtype is torch.bfloat16:
-        return load_products()
-    return NoProducts("they are for bfloat16", notable=False)
 
 
 class PackedLinear(torch.nn.Module):

@@ -12,8 +12,9 @@ import torch
 
 from kvrelay.engine.attention.batch import Batch, ModelInputs
 from kvrelay.engine.attention.native.arguments import CALL, KernelArguments, arguments_of_pool
-from kvrelay.engine.attention.native.library import Function, NoKernel, load_kernel
-from kvrelay.engine.attention.native.rows import RowKernels, result_rows
+from kvrelay.engine.attention.native.library import Function, NoKernel, load_kernel, products_of
+from kvrelay.engine.attention.native.products import NoProducts
+from kvrelay.engine.attention.native.rows import RowKernels
 from kvrelay.engine.attention.pool import KVPool
 
 
@@ -32,7 +33,8 @@ class NativeBackend:
         except ValueError as error:
             raise NoKernel(str(error)) from error
         self._template.parallel = self.kernel.parallel
-        self.rows = RowKernels(self.kernel.rows, self.kernel.parallel)
+        pairs = isinstance(products_of(pool.tensor.dtype), NoProducts)
+        self.rows = RowKernels(self.kernel.rows, self.kernel.parallel, pairs)
 
     @property
     def profile(self) -> str:
@@ -58,6 +60,7 @@ class NativeBackend:
             heads=shape.num_kv_heads,
             width=shape.head_dim,
             dtype=self.pool.tensor.dtype,
+            kernels=self.rows,
             arguments=arguments,
             function=self.kernel.function,
             owned=(batch, self.pool.tensor),
@@ -75,6 +78,7 @@ class NativeStep:
     heads: int  # of K and V
     width: int
     dtype: torch.dtype
+    kernels: RowKernels
     arguments: KernelArguments
     function: Function
     owned: tuple[Batch, torch.Tensor]
@@ -124,7 +128,7 @@ class NativeStep:
     ) -> torch.Tensor:
         """Store and attend heads that lie side by side in each row: Q, then K, then V.
 
-        There may be more rows than those of the step. Returns ``result_rows``.
+        There may be more rows than those of the step. Returns ``RowKernels.room``.
         """
         width = self.width
         row = (queries + 2 * self.heads) * width
@@ -139,7 +143,7 @@ class NativeStep:
         )
         if not fits:  # the kernel would read or write elsewhere
             raise ValueError(f"layer {layer}, {tuple(joint.shape)}: not of {self.rows} rows")
-        out = result_rows(self.rows, queries * width, self.dtype)
+        out = self.kernels.room(self.rows, queries * width, self.dtype)
         query = joint.data_ptr()
         key = query + queries * width * self.dtype.itemsize
         value = key + self.heads * width * self.dtype.itemsize

@@ -169,6 +169,13 @@ def _load_products(forced: str) -> Products | NoProducts:
         return NoProducts(str(error), notable=False)
 
 
+def products_of(dtype: torch.dtype) -> Products | NoProducts:
+    """The CPU's products in a dtype; ``Rejected`` as in ``load_products``."""
+    if dtype is torch.bfloat16:
+        return load_products()
+    return NoProducts("they are for bfloat16", notable=False)
+
+
 def _tested(variant: str) -> Products | NoProducts:
     """The products of an object that this processor can run, if they pass their self-test."""
     try:

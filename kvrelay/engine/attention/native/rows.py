@@ -43,22 +43,22 @@ def row_functions(library: ctypes.CDLL) -> RowFunctions:
     return RowFunctions(*found)
 
 
-def result_rows(rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Room for rows that a matrix product reads: behind a lone one may be a row of zeros."""
-    computed = rows_computed(rows)
-    make = torch.empty if computed == rows else torch.zeros
-    return make((computed, size), dtype=dtype)
-
-
 @dataclass(frozen=True, slots=True)
 class RowKernels:
     """The row kernels on the threads of torch; ``parallel`` is that of ``NativeKernel``.
 
-    Results are ``result_rows``.
+    ``pairs``: matrix products compute a lone row as one of two, so behind it is a row of zeros.
     """
 
     functions: RowFunctions
     parallel: int
+    pairs: bool = True
+
+    def room(self, rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Room for rows that a matrix product reads."""
+        computed = rows_computed(rows) if self.pairs else rows
+        make = torch.empty if computed == rows else torch.zeros
+        return make((computed, size), dtype=dtype)
 
     def norm(
         self,
@@ -78,7 +78,7 @@ class RowKernels:
             fits &= added.dtype is residual.dtype and added.shape[1] == size
             fits &= added.is_contiguous() and added.shape[0] >= rows
         _check(fits and weight.is_contiguous() and residual.is_contiguous(), residual, weight)
-        out = result_rows(rows, size, residual.dtype)
+        out = self.room(rows, size, residual.dtype)
         self.functions.norm(
             None if added is None else added.data_ptr(),
             residual.data_ptr(),
@@ -135,7 +135,7 @@ class RowKernels:
         """``silu(gate) * up`` of [rows, 2 * size], side by side."""
         rows, double = joint.shape
         _check(joint.is_contiguous() and double % 2 == 0, joint)
-        out = result_rows(rows, double // 2, joint.dtype)
+        out = self.room(rows, double // 2, joint.dtype)
         self.functions.gate(
             joint.data_ptr(),
             out.data_ptr(),
