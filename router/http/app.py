@@ -24,7 +24,7 @@ from router.http.backend import Backend
 from router.http.connection.table import HttpLimits
 from router.http.errors import HttpRefusal, body_of
 from router.http.exchange import Disconnected, Exchange
-from router.http.headers import REQUEST_ID, TRACE, identifying, request_id_of
+from router.http.headers import REQUEST_ID, TRACE, identifying, request_id_of, texts_of
 from router.http.pages import Pages
 from router.http.request import HttpRequest
 
@@ -151,7 +151,7 @@ async def _refused(request: Request, error: Exception) -> Response:
         pages = [route.path.replace(":path}", "}") for route in routes]
         advice = f"there are {', '.join(pages)}"
     refusal = HttpRefusal(error.status_code, code, what, advice)
-    known = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers.raw}
+    known = texts_of(request.headers.raw)
     response = JSONResponse(body_of(refusal), error.status_code, headers=error.headers)
     response.raw_headers.extend(identifying(known, request_id_of(known)))
     return response

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from kvrelay.errors import Rejected
 from kvrelay.rpc.tool_messages import set_calls, set_tools
-from kvrelay.tools import check_count
+from kvrelay.tools import check_count as check_tool_count
 from kvrelay.v1 import router_pb2
 from router.generate.request import check_turns
 from router.http.fields import Fields, checked_text, shown, wrong
@@ -19,7 +19,7 @@ THOUGHTS = ("reasoning_content", "reasoning")  # the second is vLLM's, and wins
 INSTEAD = ("tool_calls", *THOUGHTS)
 """Fields of a message that make up for its content, as of answers of this server."""
 
-SILENT = ("annotations", "name", "refusal")
+SILENT_OF_MESSAGES = ("annotations", "name", "refusal")
 """Fields of OpenAI's messages that change no answer here."""
 
 FUNCTION = ("name", "description", "parameters", "strict")
@@ -49,7 +49,7 @@ def read_messages(fields: Fields, chat: router_pb2.Chat) -> None:
                 raise wrong(where, "an object with role and content", turn)
     offered = [fields.raw(name) for name in TOOLS]
     if isinstance(offered[0], list):
-        check_count(len(offered[0]))
+        check_tool_count(len(offered[0]))
     set_tools(chat, *offered)
     _note_tools(fields, offered[0])
     arguments = fields.raw("chat_template_kwargs")
@@ -89,7 +89,7 @@ def _read_turn(made: router_pb2.ChatMessage, given: Fields, where: str) -> None:
         made.content = _content(given, where, content)
     if (call := given.text("tool_call_id")) is not None:
         made.tool_call_id = call
-    for name in SILENT:
+    for name in SILENT_OF_MESSAGES:
         given.raw(name)
 
 

@@ -23,9 +23,10 @@ from kvrelay.rpc.server.connections import network_of
 from router.generate.request import check_request_id
 from router.http.connection.protocol import EXTENSION, BoundedProtocol
 from router.http.connection.table import HttpLimits
+from router.http.connection.wire import WATCH_SECONDS
 from router.http.errors import Headers, HttpRefusal, body_of, headers_of, status_of
 from router.http.fields import parse_object
-from router.http.headers import REQUEST_ID, identifying, request_id_of
+from router.http.headers import REQUEST_ID, identifying, request_id_of, texts_of
 from router.http.shapes import DONE, dump, dump_parts
 from router.queue.inbox import SMALL_BYTES, Sender
 from router.queue.prompts import TextThreads
@@ -41,9 +42,6 @@ QUIET_SECONDS = 15.0
 
 EARLY_SECONDS = 0.2
 """From acceptance to the head of a stream: errors that come sooner still have their status."""
-
-WATCH_SECONDS = 1.0
-"""How often it is checked whether the client has left."""
 
 DUMP_SECONDS = 0.005
 """How long an answer is put together before other tasks get the event loop."""
@@ -105,9 +103,7 @@ class Exchange:
         self._timer: asyncio.TimerHandle | None = None
         self._commenting: asyncio.Task[None] | None = None
         self._watching: asyncio.TimerHandle | None = None
-        self.headers: dict[str, str] = {
-            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
-        }
+        self.headers = texts_of(scope["headers"])
         self.request_id = request_id_of(self.headers)
         self.data_only = self._reads_data_only()
 

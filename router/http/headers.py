@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from router.generate.request import is_request_id
 from router.http.errors import Headers
@@ -14,6 +14,11 @@ TRACE = "traceparent"
 _TRACE = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?P<trace>(?!0{32})[0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}.*"
 )
+
+
+def texts_of(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Headers as they arrived, by their names in lower case."""
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in raw}
 
 
 def request_id_of(headers: Mapping[str, str]) -> str:

@@ -77,7 +77,7 @@ class HttpRequest:
         self._holds: list[QuotaHold] = []
         self._form: AnswerForm | None = None
         self._fills = False  # the length is not in the body
-        self._body = b""  # its digest
+        self._body_digest = b""
         self._messages: list[router_pb2.GenerateRequest] = []  # those that are still needed
         self._cache_salt = ""
         self._echoes: list[str] = []  # prompts that came as text
@@ -123,8 +123,8 @@ class HttpRequest:
     async def _read(self) -> Inbound:
         """The first prompt's message, once all others are accepted."""
         exchange = self._exchange
-        ask, digest = await exchange.read(self._backend.bodies, self._tenant, self._ask_of)
-        self._body = digest
+        ask, body_digest = await exchange.read(self._backend.bodies, self._tenant, self._ask_of)
+        self._body_digest = body_digest
         self._form = ask.form
         self._check_places(ask)
         self._cache_salt = ask.cache_salt
@@ -278,7 +278,7 @@ class HttpRequest:
             max_tokens=requests[0].max_tokens,
             prompt_hash=prompt_hash,
             created=created,
-            body=self._body,
+            body=self._body_digest,
             weights=digest(first.weights.encode()),
             request_id=first.request_id,
         )
@@ -328,7 +328,7 @@ class HttpRequest:
 
     async def _bind(self, ask: Ask, given: Resumption) -> None:
         """Make the messages continue the stream of an event's id."""
-        given.check(self._body)
+        given.check(self._body_digest)
         stream, several = given.stream, len(ask.messages) > 1
         weights = await self._served(stream.weights)
         seeded = ask.messages[0].sampling.HasField("seed")

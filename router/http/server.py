@@ -46,14 +46,19 @@ class _EmbeddedServer(uvicorn.Server):
 
     def cancel_requests(self) -> None:
         """Each tells its client that the router ends."""
+        for one in self._connections():
+            one.end_with_the_oldest()
         for task in self.server_state.tasks:
             task.cancel()
 
     def abort_connections(self) -> None:
         """Abort open connections: their clients do not read the response, or still send."""
-        for one in list(self.server_state.connections):
-            if isinstance(one, BoundedProtocol):
-                one.abort()
+        for one in self._connections():
+            one.abort()
+
+    def _connections(self) -> list[BoundedProtocol]:
+        known = self.server_state.connections
+        return [one for one in known if isinstance(one, BoundedProtocol)]
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -105,7 +110,7 @@ class HttpServer:
         return f"{'http' if context is None else 'https'}://{bound}"
 
     async def stop(self, grace: float = 0.0) -> None:
-        """Accept no more connections, give open requests ``grace`` seconds, close."""
+        """Accept no more connections, give open requests ``grace`` seconds, at least 1, close."""
         server = self._server
         self._server = None
         if server is None or self._task is None:

@@ -321,13 +321,14 @@ class Registry:
             self._deaths.note(worker.key, worker.answered_check, time.monotonic())
         elif not health.lost:
             self._deaths.disprove(worker.key)
+        before = worker.health_since
         self._set_health(worker, health)
         suspect, decodes = health.state is HealthState.SUSPECT, worker.role == types_pb2.ROLE_DECODE
         drains = health.state is HealthState.DRAINING or (suspect and worker.load.draining)
         if drains and decodes:
             # Prefill legs end soon by themselves. A stream that fits on no other worker may end
             # here. Other workers count only if they answered since: they may be draining too.
-            since = worker.health_since
+            since = before if suspect else worker.health_since
             same = self.usable(worker.role, worker.numerics)
             staying = [w for w in same if w.answered_check > since]
             worker.evict_movable(staying, Draining(f"{worker.address} is draining"))
@@ -362,8 +363,9 @@ class Registry:
             log.log(level, "%s worker %s is %s: %s", name, worker.address, state, problem)
         if _loses(worker, health):
             self.lost[name] += 1
+        if health.state is not worker.health.state:
+            worker.health_since = time.monotonic()
         worker.health = health
-        worker.health_since = time.monotonic()
         self._notify()
 
     def _notify(self) -> None:

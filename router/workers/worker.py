@@ -82,7 +82,7 @@ class KnownWorker:
         self.listed = listed  # unspecified for a worker that announced itself
         self.link = link
         self.health: WorkerHealth = UNCHECKED
-        self.health_since = 0.0
+        self.health_since = 0.0  # when its state began
         self.answered_check = 0.0  # when the last check began that the worker answered
         self.heard_at = 0.0  # when its last message of any leg arrived
         self.backoff_until = 0.0  # no new requests before: the worker reported that it is full

@@ -26,7 +26,7 @@ TILE = 256  # queries of one call: it reads no key after its last query
 # fewer than 16 rows in wide heads), and so is one over 193 to 511 keys. SDPA takes queries in runs
 # of 32 or a multiple and keys in runs of 512, so the size of the last run matters; a masked key
 # adds zero.
-_QUERY_RUN = 32
+QUERY_RUN = 32
 _FEWEST_QUERIES = 16
 _KEY_RUN = 512
 _KEYS_ALIKE = 192
@@ -43,7 +43,7 @@ def rows_computed(rows: int) -> int:
 
 def queries_computed(count: int) -> int:
     """The number of query rows to compute for ``count`` that are used."""
-    last = count % _QUERY_RUN
+    last = count % QUERY_RUN
     return count + _FEWEST_QUERIES - last if 0 < last < _FEWEST_QUERIES else count
 
 

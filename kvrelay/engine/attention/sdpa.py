@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from kvrelay.engine.attention.batch import Batch, ModelInputs
 from kvrelay.engine.attention.index import (
+    QUERY_RUN,
     DecodeGroup,
     IndexBuilder,
     PrefillEntry,
@@ -107,7 +108,7 @@ class SdpaStep:
         keys, values = self._gather(layer, group.runs, entries)[..., : group.mask.shape[-1], :]
         grouped = query.reshape(entries, keys.shape[1], -1, width)
         rows = grouped.shape[2]
-        out = sdpa(_rows(grouped), keys, values, attn_mask=group.mask, scale=scaling)
+        out = attend(_rows(grouped), keys, values, group.mask, scaling)
         return out[:, :, :rows].reshape(entries, heads, width).contiguous()
 
 
@@ -127,8 +128,27 @@ def _prefill(
     grouped = rows.reshape(kv_heads, -1, count, width)
     shared = (kv_heads, grouped.shape[1], tile.mask.shape[-1], width)
     keys, values = (t[:, None, : shared[2]].expand(shared) for t in (key, value))
-    out = sdpa(_rows(grouped), keys, values, attn_mask=tile.mask, scale=scaling)
+    out = attend(_rows(grouped), keys, values, tile.mask, scaling)
     return out[:, :, :count].reshape(rows.shape).transpose(0, 1)
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float | None,
+) -> torch.Tensor:
+    """SDPA of [entries, heads, queries or keys, head dim].
+
+    One run of queries of one head is computed twice: alone it is no parallel region of OpenMP, so
+    MKL would divide its sums among the threads (seen in bfloat16 and float16 on AVX2).
+    """
+    alone = query.shape[0] * query.shape[1] == 1 and query.shape[2] <= QUERY_RUN
+    if alone:
+        query, keys, values = (t.expand(2, -1, -1, -1) for t in (query, keys, values))
+    out = sdpa(query, keys, values, attn_mask=mask, scale=scaling)
+    return out[:1] if alone else out
 
 
 def _rows(query: torch.Tensor) -> torch.Tensor:

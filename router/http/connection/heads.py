@@ -15,12 +15,15 @@ _UPGRADE = (b"upgrade", b"http2-settings")
 """Headers, and words of ``connection``, by which a client wishes for another protocol."""
 
 
-def host_refused(fields: Fields, version: str) -> HttpRefusal | None:
-    """RFC 9112, 3.2: a request of HTTP/1.1 names its host, once."""
+def head_refused(method: bytes, version: str, fields: Fields) -> HttpRefusal | None:
+    """CONNECT is no request for a server; RFC 9112, 3.2: one of HTTP/1.1 names its host, once."""
     hosts = sum(name == b"host" for name, _ in fields)
-    if hosts == 1 or (not hosts and version != "1.1"):
-        return None
-    return HttpRefusal(400, "bad_request", "request", f"needs one Host header, got {hosts}")
+    message = ""
+    if hosts > 1 or (not hosts and version == "1.1"):
+        message = f"needs one Host header, got {hosts}"
+    elif method == b"CONNECT":
+        message = "CONNECT is for proxies."
+    return HttpRefusal(400, "bad_request", "request", message) if message else None
 
 
 def with_path(url: bytes) -> bytes:
@@ -34,7 +37,7 @@ def with_path(url: bytes) -> bytes:
 def without_upgrade(line: bytes, fields: Fields) -> bytes:
     """A head without its wish for another protocol, which a server may ignore.
 
-    Java's client wishes for HTTP/2 in every first request. ``line`` is the first one.
+    Java's client wishes for HTTP/2 in every first request. ``line`` is the request line.
     """
     lines = [line]
     for name, value in fields:

@@ -1,5 +1,4 @@
-"""Bounds each connection of the HTTP door: heads in size and time, requests that wait for others,
-and what a client leaves unread.
+"""Bounds each connection of the HTTP door: heads, requests that wait, and what is left unread.
 
 uvicorn parses and writes; it bounds none of these, and it refuses new connections once there are
 too many. Here an idle connection makes room, and one over TLS counts before its handshake has
@@ -20,9 +19,9 @@ from typing import TYPE_CHECKING, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from router.http.connection.heads import host_refused, with_path, without_upgrade
+from router.http.connection.heads import head_refused, with_path, without_upgrade
 from router.http.connection.table import ConnectionTable
-from router.http.connection.wire import HeldFlow, Wire
+from router.http.connection.wire import HeldFlow, Wire, WriteWatch
 from router.http.errors import HttpRefusal, body_of
 from router.http.headers import request_id_of
 
@@ -38,9 +37,6 @@ EXTENSION = "kvrelay.connection"
 PIECE_BYTES = 1 << 10
 """Parsed at once. The parser does not stop behind a request, so that many bytes of requests may
 wait for the one before them; a head is refused before it is two such pieces too long."""
-
-WATCH_SECONDS = 1.0
-"""How often it is checked, at least, whether a client reads."""
 
 
 class Reading(enum.Enum):
@@ -70,18 +66,19 @@ class BoundedProtocol(HttpToolsProtocol):
         self.below: asyncio.Transport | None = None  # what carries TLS
         self._wire: Wire | None = None  # None: it is not there yet, or lost
         self._reading = Reading.REQUESTS
-        self._held = b""  # behind requests that wait: not parsed yet
+        self._waiting = b""  # behind requests that wait: not parsed yet
         self._in_head = True
-        self._parsed = 0  # how often the parser has told of something
-        self._gathered = 0  # bytes since then
+        self._in_body = False
+        self._gathered = 0  # bytes since the parser has told of something
         self._unread = 0  # bytes that were dropped since the last request
         self._answered = 0  # requests
         self._unframed = False  # the response ends with the connection
         self._refused: HttpRefusal | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._discard_timer: asyncio.TimerHandle | None = None
-        self._write_timer: asyncio.TimerHandle | None = None
         self._requests: deque[RequestResponseCycle] = deque()  # not answered in full, oldest first
+        stuck_seconds = self.table.limits.stuck_seconds
+        self._watch = WriteWatch(self.loop, stuck_seconds, self._write_state, self.abort)
         self.app = self._serve
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -96,10 +93,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
+        self._unset_keepalive_if_required()  # which would keep this one
         self._wire = None
-        for timer in (self._discard_timer, self._write_timer):
-            if timer is not None:
-                timer.cancel()
+        self._watch.stop()
+        if self._discard_timer is not None:
+            self._discard_timer.cancel()
         self.table.leave(self)
         # uvicorn tells only the newest request. An older one that is still being answered would
         # go on, and over TLS it would write to a transport that is gone.
@@ -116,11 +114,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self.below = None
         self.pipeline.clear()
         self._requests.clear()
-        self._held = b""
+        self._waiting = b""
 
     def _abandon_requests(self) -> None:
         for request in self._requests:
             request.disconnected = True
+            request.waiting_for_100_continue = False  # uvicorn would still say it
             request.message_event.set()
 
     def abort(self) -> None:
@@ -143,58 +142,61 @@ class BoundedProtocol(HttpToolsProtocol):
         return 0 if self._wire is None else self._wire.untaken()
 
     def data_received(self, data: bytes) -> None:
-        if self._reading is Reading.REQUESTS:
-            self._parse(self._held + data)
+        if self._reads_requests:
+            self._parse(self._waiting + data)
         else:
             self._discard(len(data))
 
+    @property
+    def _reads_requests(self) -> bool:
+        return self._reading is Reading.REQUESTS and not self.transport.is_closing()
+
     def _parse(self, data: bytes) -> None:
-        """Parse until a request waits for the one before it; what is left is held."""
+        """Parse until a request waits for the one before it; what is left waits too."""
         given = memoryview(data)
-        while given and not self.pipeline and self._reading is Reading.REQUESTS:
+        while given and not self.pipeline and self._reads_requests:
             piece, given = given[:PIECE_BYTES], given[PIECE_BYTES:]
-            parsed = self._parsed
+            self._gathered += len(piece)
             try:
                 self.parser.feed_data(piece)
-                self._count(len(piece), parsed)
+                self._check_gathered()
             except (httptools.HttpParserError, HttpRefusal):
                 self.send_400_response("Invalid HTTP request received.")
-                given = memoryview(b"")
             except httptools.HttpParserUpgrade as upgrade:
                 rest = bytes(piece[upgrade.args[0] :]) + given
-                given = memoryview(self._read_again() + rest)
-        self._held = bytes(given)
-        self.flow.hold(bool(self._held or self.pipeline))
+                given = memoryview(self._without_upgrade() + rest)
+            if self._has_answer:
+                self._discard(len(piece))
+        self._waiting = bytes(given) if self._reads_requests else b""
+        self.flow.hold(bool(self._waiting or self.pipeline))
 
-    def _count(self, size: int, parsed: int) -> None:
-        """Bound what is parsed and neither kept nor passed on: all but bodies that are wanted."""
-        if self.cycle is not None and self.cycle.response_complete and not self._in_head:
-            self._discard(size)
-        self._gathered = self._gathered + size if self._parsed == parsed else 0
+    @property
+    def _has_answer(self) -> bool:
+        """Whether what arrives is the body of a request that has its answer."""
+        return self._in_body and self.cycle.response_complete
+
+    def _check_gathered(self) -> None:
+        """Bound heads, and what stands around bodies: the parser keeps a field until its end."""
         limit = self.table.limits.head_bytes
         if self._gathered > limit:
             message = f"its head, or fields behind its body, exceed {limit} bytes"
             self._refused = HttpRefusal(431, "head_too_large", "request", message)
             raise self._refused
 
-    def _read_again(self) -> bytes:
-        """The head of a request that wishes for another protocol, for a new parser.
-
-        The parser stops at its end, so the body would be lost.
-        """
-        if self.parser.get_method() == b"CONNECT":
-            self.send_400_response("CONNECT is for proxies.")
-            return b""
-        line = b"%s %s" % (self.parser.get_method(), self.url)
+    def _without_upgrade(self) -> bytes:
+        """The head that was read, for a new parser: the old one ends with a wish to upgrade."""
         version = self.parser.get_http_version().encode()
+        line = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)
         self.parser = httptools.HttpRequestParser(self)
-        return without_upgrade(b"%s HTTP/%s" % (line, version), self.headers)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        return without_upgrade(line, self.headers)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._parsed += 1
+        self._gathered = 0
         self._unset_keepalive_if_required()
         self._begin_head()
+        self._in_body = False
         self._unread = 0
         self.scope["extensions"] = {EXTENSION: {"connection": self}}
         self.table.busy(self)
@@ -204,11 +206,11 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._parsed += 1
+        self._gathered = 0
         self._end_head()
         self._unset_keepalive_if_required()
         version = self.parser.get_http_version()
-        self._refused = host_refused(self.headers, version)
+        self._refused = head_refused(self.parser.get_method(), version, self.headers)
         if self._refused is not None:
             raise self._refused
         if self.parser.should_upgrade():
@@ -217,51 +219,37 @@ class BoundedProtocol(HttpToolsProtocol):
         if version == "1.0":
             self.expect_100_continue = False  # RFC 9110, 15.2
         super().on_headers_complete()
+        self._in_body = True
         self._requests.append(self.cycle)
 
     def on_message_complete(self) -> None:
-        self._parsed += 1
+        self._gathered = 0
         if not self.parser.should_upgrade():
+            self._in_body = False
             super().on_message_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._parsed += 1
+        self._gathered = 0
         super().on_body(body)
 
     def on_response_complete(self) -> None:
         self._requests.popleft()
         super().on_response_complete()
         self._answered += 1
-        self._watch_writing()
+        self._watch.start()
         if self.transport.is_closing():
             return
-        self._parse(self._held)
+        self._parse(self._waiting)
         if not self._requests and not self._in_head:
             self.table.rest(self)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._watch_writing()
+        self._watch.start()
 
-    def _watch_writing(self) -> None:
-        """See to it that what is written is taken, from now on."""
-        if self._write_timer is None and self.writes:
-            self._look_at_writing((self._answered, self._untaken()), self.loop.time())
-
-    def _look_at_writing(self, before: tuple[int, int], since: float) -> None:
-        """Abort if no byte was taken and no request answered for long: it was ``before`` since."""
-        self._write_timer = None
-        if not self.writes:
-            return
-        stuck, now = self.table.limits.stuck_seconds, self.loop.time()
-        state = self._answered, self._untaken()
-        if state != before:
-            since = now
-        elif now - since >= stuck:
-            self.abort()
-            return
-        seconds = min(stuck / 4, WATCH_SECONDS)
-        self._write_timer = self.loop.call_later(seconds, self._look_at_writing, state, since)
+    def _write_state(self) -> tuple[int, int] | None:
+        """What changes while a client reads; ``None`` if nothing is there for it."""
+        return (self._answered, self._untaken()) if self.writes else None
 
     @property
     def _answers(self) -> bool:
@@ -275,8 +263,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._answers:  # an error would be taken for the response to another request
             self._end_with_the_last()
             return
-        if self.cycle is not None and self.cycle.response_complete and not self._in_head:
-            self._close_late()  # it is the rest of a request that has its answer
+        if self._has_answer:
+            self._close_late()
             return
         self._abandon_requests()  # the one whose body is wrong
         refused = self._refused or HttpRefusal(400, "bad_request", "request", msg)
@@ -313,8 +301,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Send a part of a response, around two faults of uvicorn 0.54.
 
         It sends chunks to HTTP/1.0, where the end of the connection ends a body of unknown length.
-        It closes a connection before it has read the whole request, so the client loses the
-        response.
+        It closes a connection while the client sends, which then loses the response.
         """
         ends = False
         if message["type"] == "http.response.body":
@@ -325,12 +312,34 @@ class BoundedProtocol(HttpToolsProtocol):
             names = {name.lower() for name, _ in message.get("headers", ())}
             self._unframed = b"content-length" not in names
             request.chunked_encoding = False if self._unframed else None
-        last = self._reading is Reading.NOTHING and self._requests[-1] is request
-        ends_late = ends and (last or (request.more_body and not request.keep_alive))
-        request.keep_alive |= ends_late
+        late = ends and not request.keep_alive and self._sends_more(request)
+        if late:
+            request.keep_alive = True
+            self.end_with_the_oldest()
         await request.send(message)
-        if ends_late:
+        if ends and (late or (self._reading is Reading.NOTHING and not self._requests)):
             self._close_late()
+
+    def _sends_more(self, request: RequestResponseCycle) -> bool:
+        """Whether its body is not whole, or more has come behind it."""
+        behind = self._gathered or self._waiting or self.pipeline or not self._reads_requests
+        return bool(request.more_body or behind)
+
+    def end_with_the_oldest(self) -> None:
+        """Read no more, and answer no request that waits for the oldest."""
+        if self._reads_requests:
+            self._reading = Reading.NOTHING
+            self._end_head()
+        self._waiting = b""
+        self.pipeline.clear()
+        while len(self._requests) > 1:
+            self._requests.pop()
+
+    def shutdown(self) -> None:
+        if self._reading is Reading.UNTIL_CLOSED:
+            self.transport.close()  # uvicorn would wait for a request that has no answer
+        else:
+            super().shutdown()
 
     def _close_late(self) -> None:
         """Close after the client has closed, or sent ``unread_bytes``, or after ``body_seconds``.

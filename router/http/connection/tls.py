@@ -13,6 +13,8 @@ from router.http.connection.protocol import BoundedProtocol
 from router.http.connection.wire import READ_BYTES
 
 log = logging.getLogger("kvrelay.router")
+logging.getLogger("asyncio").addFilter(lambda record: record.msg != "SSL connection is closed")
+# Said of each write to a client that has left, until that is seen.
 
 
 class TlsConnection(SSLProtocol):
@@ -36,6 +38,7 @@ class TlsConnection(SSLProtocol):
             server_side=True,
             ssl_handshake_timeout=protocol.table.limits.head_seconds,  # type: ignore[arg-type]
         )
+        self._set_read_buffer_limits(READ_BYTES)  # type: ignore[attr-defined]
         self.host = ""
         self._speaks: BoundedProtocol | None = protocol
         self._table = protocol.table

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn.functional import gelu, silu
-from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from kvrelay.engine.attention.index import TILE, keys_computed, queries_computed
 from kvrelay.engine.attention.pool import DTYPES
+from kvrelay.engine.attention.sdpa import attend
 from kvrelay.engine.core.updates import Logprob, Work
 from kvrelay.engine.model.elementwise import vectorised
 from kvrelay.engine.model.loading import LoadedModel, load_model
@@ -245,7 +245,7 @@ def test_heads_of_any_width(width: int, dtype: torch.dtype) -> None:
         mask = torch.arange(keys)[None] <= ends[:, None]
         padded = torch.zeros(1, 1, rows, width, dtype=dtype)
         padded[:, :, : last - first] = query[:, :, first:last]
-        out = sdpa(padded, key[:, :, :keys], value[:, :, :keys], attn_mask=mask)
+        out = attend(padded, key[:, :, :keys], value[:, :, :keys], mask, None)
         return out[0, 0, : last - first]
 
     tiles = [attended(at, min(at + TILE, length)) for at in range(0, length, TILE)]

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import socket
+import struct
+import weakref
 
 import pytest
 from starlette.types import Receive, Scope, Send
@@ -51,7 +55,7 @@ async def test_few_requests_wait_however_many_are_sent() -> None:
             answered += found.count(b"HTTP/1.1 200")
             (one,) = connections(server)
             most = max(most, len(one._requests))
-            assert len(one._held) <= 2 * READ_BYTES
+            assert len(one._waiting) <= 2 * READ_BYTES
         assert 1 < most <= PIECE_BYTES // len(GET) + 2
         assert answered > 60
         while answered < 60 * 500:
@@ -70,7 +74,7 @@ async def test_a_body_behind_many_requests_is_bounded() -> None:
             sent += 65536
             await asyncio.sleep(0.001)
         (one,) = connections(server)
-        assert len(one._held) + sum(len(each.body) for each in one._requests) < 4 * 65536 < sent
+        assert len(one._waiting) + sum(len(each.body) for each in one._requests) < 4 * 65536 < sent
         writer.transport.abort()
 
 
@@ -84,13 +88,16 @@ async def test_what_stands_around_a_body_is_bounded(part: str, refused: bool) ->
         reader, writer = await raw(client)
         head = REFUSED if refused else HEAD % b"v1/completions"
         writer.write(head + CHUNKED + before)
+        found = b""
+        if part == "blank lines":
+            found = await asyncio.wait_for(reader.readuntil(b"}}"), 20)
         for _ in range(200):
             writer.write(filler * 1000)
             await asyncio.sleep(0)
         async with asyncio.timeout(20):
-            found = await reader.read()
-        assert found.count(b"HTTP/1.1 ") == 1
-        assert (b" 431 " in found) == (not refused and part != "blank lines")
+            found += await reader.read()
+        assert found.count(b"HTTP/1.1 ") == 1 + (part == "blank lines")
+        assert (b" 431 " in found) == (not refused or part == "blank lines")
         writer.close()
         await until(lambda: server.connections.open == 0)
 
@@ -167,6 +174,112 @@ async def test_the_rest_of_an_answered_request_gets_no_answer_of_its_own() -> No
         await asyncio.wait_for(reader.readuntil(b"}}"), 20)
         writer.write(b"zz\r\n")
         assert await asyncio.wait_for(reader.read(), 20) == b""
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        b"GET /health HTTP/1.1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nhost: x\r\nhost: y\r\n\r\n",
+        b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\n\r\nbehind it",
+        b"GET http:///x HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"rubbish\r\n\r\n",
+    ],
+)
+async def test_a_second_request_that_is_wrong_gets_an_answer(second: bytes) -> None:
+    async with bounded() as (_, client, server):
+        reader, writer = await raw(client)
+        writer.write(GET)
+        await asyncio.wait_for(reader.readuntil(b'"ok"}'), 20)
+        writer.write(second)
+        found = await asyncio.wait_for(reader.read(), 20)
+        assert found.startswith(b"HTTP/1.1 400")
+        writer.close()
+        await until(lambda: server.connections.open == 0)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_who_leaves_rubbish_behind_is_no_error(
+    at_once: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with bounded() as (_, client, server):
+        for _ in range(4):
+            reader, writer = await raw(client)
+            writer.write(completion(stream=True, max_tokens=300) + b"rubbish\r\n\r\n")
+            if not at_once:
+                await asyncio.wait_for(reader.readuntil(b"data: "), 20)
+            writer.transport.abort()
+        await until(lambda: server.connections.open == 0)
+        await asyncio.sleep(0.2)
+    assert not [one for one in caplog.records if one.levelname == "ERROR"]
+
+
+async def test_a_connection_that_was_reset_is_freed() -> None:
+    async with bounded() as (_, client, server):
+        reader, writer = await raw(client)
+        writer.write(GET)
+        await asyncio.wait_for(reader.readuntil(b'"ok"}'), 20)
+        one = weakref.ref(connections(server)[0])
+        made = writer.get_extra_info("socket")
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+        await until(lambda: server.connections.open == 0)
+        gc.collect()
+        assert one() is None
+
+
+async def test_a_refused_body_is_not_asked_for() -> None:
+    async with bounded(body_seconds=1000.0) as (_, client, server):
+        reader, writer = await raw(client)
+        writer.write(HEAD % b"v1/completions" + b"expect: 100-continue\r\n" + CHUNKED + b"zz\r\n")
+        found = await asyncio.wait_for(reader.read(), 20)
+        assert found.startswith(b"HTTP/1.1 400")
+        assert found.count(b"HTTP/1.1") == 1
+        inner = server._server
+        assert inner is not None
+        await until(lambda: not inner.server_state.tasks)
+        await asyncio.wait_for(server.stop(5), 3)
+        writer.close()
+
+
+async def test_requests_behind_the_last_one_do_not_cut_its_answer() -> None:
+    server = HttpServer(long_page, Address("127.0.0.1", 0), HttpLimits())
+    url = await server.start()
+    try:
+        reader, writer = await slow_reader(int(url.rpartition(":")[2]))
+        writer.write(b"GET /long HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n" + GET * 30_000)
+        await asyncio.sleep(0.2)
+        size = 0
+        async with asyncio.timeout(60):
+            while part := await reader.read(1 << 20):
+                size += len(part)
+        assert 4 << 20 < size < (4 << 20) + 1000
+        writer.close()
+    finally:
+        await server.stop()
+
+
+async def test_an_unusual_request_may_be_the_last_one() -> None:
+    wish = GET[:-2] + b"connection: upgrade\r\nupgrade: h2c\r\n\r\n"
+    async with bounded() as (_, client, _):
+        reader, writer = await raw(client)
+        writer.write(wish + GET[:-2] + b"connection: close\r\n\r\n" + GET)
+        found = await asyncio.wait_for(reader.read(), 20)
+        assert found.count(b"HTTP/1.1 200") == 2
+        writer.close()
+
+
+async def test_at_the_end_no_request_that_waits_begins() -> None:
+    worker = decode_worker(behaviour=Behaviour(tokens=asyncio.Event()))
+    async with bounded(None, worker) as (_, client, server):
+        reader, writer = await raw(client)
+        writer.write(completion() + completion())
+        await asyncio.wait_for(worker.entered.wait(), 20)
+        await server.stop()
+        found = await asyncio.wait_for(reader.read(), 20)
+        assert found.count(b"HTTP/1.1 503") == 1
+        assert len(worker.legs) == 1
         writer.close()
 
 

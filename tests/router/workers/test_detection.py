@@ -275,6 +275,24 @@ async def test_a_draining_worker_that_was_silent_keeps_what_fits_nowhere_else(mo
         assert not leaving.cancelled.is_set()
 
 
+async def test_a_stream_leaves_a_draining_worker_that_is_silent_as_soon_as_any() -> None:
+    leaving, event = sleeper("d0")
+    async with running([leaving], **DEFAULT) as router:
+        call = aiter(router.call(request()))
+        seen = await first(call, 3)
+        await stand_by(router, leaving, other := decode_worker("d1"))
+        leaving.behaviour.draining = True
+        await router.settled(used=1)
+        event.clear()
+        begun = time.monotonic()
+        seen += await first(call, 1)
+        print(f"pause {time.monotonic() - begun:.3f} s")
+        states = [w.health.state.name for w in router.registry.workers]
+        assert len(router.registry.workers) == 2, states
+        assert seen + await rest(call) == answer(PROMPT, 8, 5)
+        await other.stop()
+
+
 class Asked(asyncio.Event):
     """Always set; counts its waiters."""
 
