@@ -29,6 +29,10 @@ LONGEST_CHECK_SECONDS = 10.0
 STOOD_SECONDS = 1.0  # a wait that ends so late shows that the router itself stood still
 
 
+def _unknown(error: Exception) -> Unavailable:
+    return Unavailable(f"its answer cannot be read: {error!r:.200}")
+
+
 class Watcher:
     """``accept`` raises for a worker that may not join; ``judge`` gets the health of each check.
 
@@ -84,7 +88,8 @@ class Watcher:
     async def _health(self) -> WorkerHealth:
         try:
             health = await self._within_silence()
-        except KvrelayError as error:
+        except Exception as found:  # noqa: BLE001 - the watcher goes on, whatever was answered
+            error = found if isinstance(found, KvrelayError) else _unknown(found)
             self._checks = 0  # the next check is a full one
             self._accepted &= not isinstance(error, Mismatch)
             now = time.monotonic()

@@ -1,7 +1,4 @@
-"""Two ranks of tensor parallelism in a real ``vllm serve``: each saves and loads its own heads.
-
-With asynchronous scheduling, vLLM's default.
-"""
+"""Two ranks of tensor parallelism in a real ``vllm serve``: each saves and loads its own heads."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ verified. docs/vllm.md says what is exact under which conditions.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -57,6 +58,8 @@ ENGINE_PROCESS = "EngineCore"
 """What vLLM calls the process that it makes for its scheduler."""
 
 KVConnectorMetadata.register(StepOrders)
+
+log = logging.getLogger("kvrelay.vllm")
 
 
 class KvrelayStats(KVConnectorStats):  # type: ignore[misc]
@@ -205,9 +208,9 @@ class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
             return self._scheduler.counters
         return ConnectorCounters() if self._worker is None else self._worker.counters
 
-    def account(self, request_id: str) -> RequestAccount | None:
-        """The account of a request; ``None`` for one that is not here."""
-        return self.side.account(request_id)
+    def account(self, request_id: str, saves: bool = True) -> RequestAccount | None:
+        """See ``SchedulerSide.account``."""
+        return self.side.account(request_id, saves)
 
     def audit(self) -> Sequence[Finding]:
         """The invariants that are broken now, between two steps."""
@@ -216,6 +219,14 @@ class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def bind_kv_cache_manager(self, kv_cache_manager: VllmCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self.side.bind(kv_cache_manager)
+
+    def reset_cache(self) -> bool:
+        """vLLM asks for it after weights were changed: the names of the blocks do not show that."""
+        log.warning(
+            "the store keeps this model's blocks: for other weights start vLLM again, with another"
+            ' "namespace": {"revision": ...}'
+        )
+        return False
 
     def on_new_request(self, request: VllmRequest) -> None:
         self.side.add(request)

@@ -1,7 +1,7 @@
 """Grammars of structured output for the logits processor, by the id that a request carries.
 
 vLLM passes plain values to a logits processor. The worker runs vLLM's engine in its own process, so
-the grammar itself can stay here; an engine in another process finds none and refuses the request.
+the grammar itself can stay here. A request of another program may not ask for one (``rules``).
 """
 
 from __future__ import annotations

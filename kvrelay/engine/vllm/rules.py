@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Protocol, cast
 
-from kvrelay.errors import KvrelayError
+from kvrelay.errors import KvrelayError, Rejected
 from kvrelay.sampling import Sampling
 from kvrelay.structured import StructuredOutput
 
 KEY = "kvrelay"
 OWN = ("prompt_len", "id")
 FIELDS = frozenset(field.name for field in fields(Sampling))
-LARGEST_VOCABULARY = 1 << 31  # vLLM checks token ids against the model's own
+LARGEST_VOCABULARY = 1 << 31  # at the door: ``within`` leaves out ids that the model has not
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+OF_SERVICES = ("stop", "bad_words")
+"""Fields that kvrelay's services turn into others. They name their requests; HTTP does not."""
 
 
 class VllmParams(Protocol):
@@ -90,12 +93,64 @@ def _frozen(value: object) -> object:
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
+def within(rules: Rules, vocabulary: int) -> Rules:
+    """The rules without ids that the model has not: they would stand for those of other rows."""
+    sampling = rules.sampling
+    known = range(vocabulary)
+    kept = replace(
+        sampling,
+        logit_bias={token: bias for token, bias in sampling.logit_bias.items() if token in known},
+        stop_token_ids=tuple(token for token in sampling.stop_token_ids if token in known),
+        eos_token_ids=tuple(token for token in sampling.eos_token_ids if token in known),
+        bad_word_ids=tuple(
+            word for word in sampling.bad_word_ids if all(token in known for token in word)
+        ),
+    )
+    return replace(rules, sampling=kept)
+
+
+def _wrong_types(sampling: Sampling) -> Iterator[str]:
+    """Names of fields that are not what ``Sampling`` says: JSON may give anything."""
+    for name in ("temperature", "top_p", "min_p", *_PENALTIES):
+        if type(getattr(sampling, name)) not in (int, float):
+            yield name
+    for name in ("top_k", "min_tokens"):
+        if type(getattr(sampling, name)) is not int:
+            yield name
+    if sampling.seed is not None and type(sampling.seed) is not int:
+        yield "seed"
+    if type(sampling.ignore_eos) is not bool:
+        yield "ignore_eos"
+    for name in ("stop", "bad_words"):
+        if not _all(getattr(sampling, name), str):
+            yield name
+    for name in ("stop_token_ids", "eos_token_ids"):
+        if not _are_ids(getattr(sampling, name)):
+            yield name
+    words = sampling.bad_word_ids
+    if not (isinstance(words, tuple) and all(map(_are_ids, words))):
+        yield "bad_word_ids"
+    if not isinstance(sampling.logit_bias, dict):
+        yield "logit_bias"
+
+
+def _all(values: object, kind: type) -> bool:
+    return isinstance(values, tuple) and all(type(value) is kind for value in values)
+
+
+def _are_ids(values: object) -> bool:
+    return _all(values, int) and all(value >= 0 for value in cast("tuple[int, ...]", values))
+
+
 def check_rules(params: VllmParams) -> None:
     """Raise ``ValueError`` for fields that are out of range, or at odds with vLLM's own."""
     try:
         rules = rules_of(params)
         if rules is not None:
+            if name := next(_wrong_types(rules.sampling), ""):
+                raise Rejected(name, "is of another type")
             rules.sampling.check(LARGEST_VOCABULARY)
+            _check_served(rules)
     except (KvrelayError, TypeError, OverflowError) as error:
         raise ValueError(f'extra_args["{KEY}"]: {error}') from error
     if rules is None:
@@ -109,3 +164,12 @@ def check_rules(params: VllmParams) -> None:
         raise ValueError(f'extra_args["{KEY}"] needs a "seed" with a temperature above 0')
     if params.seed is not None:
         raise ValueError(f"vLLM's seed must be unset: kvrelay's own is in extra_args[{KEY!r}]")
+
+
+def _check_served(rules: Rules) -> None:
+    """Refuse what nobody would apply."""
+    if rules.sampling.structured_output is not None:
+        raise Rejected("structured_output", "is for kvrelay's services: use vLLM's own")
+    for name in OF_SERVICES:
+        if getattr(rules.sampling, name) and not rules.id:
+            raise Rejected(name, "is for kvrelay's services: use vLLM's own")

@@ -20,7 +20,7 @@ from kvrelay.engine.core.updates import Sampled, Work
 from kvrelay.engine.sampling.masks import MaskThread
 from kvrelay.engine.sampling.sampler import sample
 from kvrelay.engine.vllm.grammars import GRAMMARS
-from kvrelay.engine.vllm.rules import Rules, check_rules, rules_of
+from kvrelay.engine.vllm.rules import Rules, check_rules, rules_of, within
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -57,6 +57,7 @@ class KvrelaySampling(LogitsProcessor):  # type: ignore[misc]
                 "kvrelay's sampler needs the tokens of the last step when it chooses the next:"
                 " start vLLM with --no-async-scheduling"
             )
+        self._vocabulary: int = vllm_config.model_config.get_vocab_size()
         self._rows: dict[int, SampledRow] = {}
         self._masks: MaskThread | None = None
 
@@ -73,7 +74,7 @@ class KvrelaySampling(LogitsProcessor):  # type: ignore[misc]
             if rules is None:
                 self._rows.pop(row, None)
             else:
-                self._rows[row] = SampledRow(rules, prompt or (), output)
+                self._rows[row] = SampledRow(within(rules, self._vocabulary), prompt or (), output)
         for one, other, direction in batch_update.moved:
             first, second = self._rows.pop(one, None), self._rows.pop(other, None)
             if first is not None:

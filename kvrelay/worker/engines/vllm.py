@@ -17,7 +17,7 @@ from kvrelay.block.namespace import Namespace
 from kvrelay.connector.script import PREFIX
 from kvrelay.engine.core.plan import EngineLimits
 from kvrelay.engine.engine import Deliver, EngineOptions
-from kvrelay.engine.vllm.kv.namespace import ModelFacts, revision_of
+from kvrelay.engine.vllm.kv.namespace import ModelFacts, revision_of, rotated_for
 from kvrelay.engine.vllm.serving import core, profile
 from kvrelay.engine.vllm.serving.engine import SteppedCore, VllmEngine
 from kvrelay.errors import Rejected
@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 UNSERVED = {
-    "attention_backend": ("auto", "vLLM has its own: set VLLM_ATTENTION_BACKEND, or leave it out"),
+    "attention_backend": (
+        "auto",
+        "vLLM has its own: give --vllm-option attention_backend=NAME",
+    ),
     "journal": (None, "only the native engine's scheduler has a journal"),
 }
 
@@ -145,6 +148,7 @@ def _facts(config: VllmConfig) -> ModelFacts:
         block_size=config.cache_config.block_size,
         quantization=model.quantization,
         overrides=overrides if isinstance(overrides, Mapping) else {"hf_overrides": overrides},
+        rotated_for=rotated_for(model.hf_text_config, model.max_model_len),
     )
 
 

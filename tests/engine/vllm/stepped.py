@@ -44,6 +44,7 @@ class FakeCore:
         self.errors: dict[str, KvrelayError] = {}
         self.preempt: set[str] = set()  # in the next step
         self.saves = False  # whether a save of a finished request is still open
+        self.failed: dict[str, int] = {}  # tokens of loads that failed
         self.aborted: list[str] = []
         self.log: list[str] = []
         self.broken: Exception | None = None
@@ -122,7 +123,7 @@ class FakeCore:
         del self.requests[request_id]
         self.listener.left(request_id, account)
 
-    def account(self, request_id: str) -> RequestAccount:
+    def account(self, request_id: str, saves: bool = True) -> RequestAccount:
         request = self.requests[request_id]
         runs = tuple(
             Run(Admission(number, length, local, external), frontier)
@@ -131,7 +132,7 @@ class FakeCore:
         return RequestAccount(
             length=len(request.order.tokens),
             runs=runs,
-            failed=0,
+            failed=self.failed.get(request_id, 0),
             preemptions=request.preemptions,
             asked=len(request.order.tokens),
             sources={"store": request.external} if request.external else {},

@@ -19,12 +19,13 @@ from kvrelay.engine.vllm.kv.namespace import (
     ModelFacts,
     namespace_of,
     revision_of,
+    rotated_for,
     space_of,
 )
 from kvrelay.engine.vllm.kv.orders import LoadReport, RankReports, SaveReport
 from kvrelay.engine.vllm.kv.setup import ConnectorConfig
 from kvrelay.engine.vllm.kv.shards import HeadShards
-from kvrelay.engine.vllm.rules import check_rules, rules_of
+from kvrelay.engine.vllm.rules import check_rules, rules_of, within
 from kvrelay.errors import Rejected, Unservable
 from kvrelay.sampling import Sampling
 from kvrelay.structured import StructuredOutput
@@ -55,6 +56,7 @@ WRONG: list[tuple[EngineFacts, str]] = [
     (replace(ENGINE, groups=()), r"0 KV cache groups \(none\)"),
     (replace(ENGINE, groups=(GROUP, GROUP)), "2 KV cache groups"),
     (replace(ENGINE, groups=(replace(GROUP, kind="MambaSpec"),)), "MambaSpec"),
+    (replace(ENGINE, groups=(replace(GROUP, non_causal=True),)), "not causal"),
     (replace(ENGINE, groups=(replace(GROUP, kind="MLAAttentionSpec"),)), "MLAAttentionSpec"),
     (replace(ENGINE, groups=(replace(GROUP, sliding_window=512),)), "window of 512"),
     (replace(ENGINE, groups=(replace(GROUP, chunked=True),)), "chunked"),
@@ -140,10 +142,27 @@ def test_the_revision_covers_what_vllm_was_told_to_change() -> None:
         replace(MODEL, quantization="fp8"),
         replace(MODEL, overrides={"rope_scaling": {"factor": 4}}),
         replace(MODEL, overrides={"rope_scaling": {"factor": 8}}),
+        replace(MODEL, rotated_for=4096),
+        replace(MODEL, rotated_for=8192),
     ]
-    assert len({revision_of(one) for one in changed}) == 4
+    assert len({revision_of(one) for one in changed}) == 6
     with pytest.raises(Unservable, match="have no name"):
         revision_of(replace(MODEL, commit=None))
+
+
+def test_weights_that_are_not_hashed_have_no_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"weights")
+    with pytest.raises(Unservable, match=r"no \*.safetensors"):
+        revision_of(replace(MODEL, model=str(tmp_path)))
+
+
+def test_only_longrope_depends_on_the_longest_request() -> None:
+    for given in ({"rope_type": "longrope"}, {"type": "longrope"}):
+        assert rotated_for(SimpleNamespace(rope_scaling=given), 4096) == 4096
+        assert rotated_for(SimpleNamespace(rope_parameters=given), 4096) == 4096
+    assert rotated_for(SimpleNamespace(rope_parameters={"rope_type": "yarn"}), 4096) is None
+    assert rotated_for(SimpleNamespace(), 4096) is None
 
 
 def test_cache_salts_become_spaces() -> None:
@@ -243,6 +262,22 @@ def test_rules_of_a_request() -> None:
         (params({"id": 7}), "id"),
         (params({"prompt_len": 1, "temperature": -1.0}), "temperature"),
         (params({"prompt_len": 1, "top_p": "a"}), "extra_args"),
+        (params({"seed": 7.5, "temperature": 1}), "seed"),
+        (params({"seed": True, "temperature": 1}), "seed"),
+        (params({"temperature": "1", "seed": 1}), "temperature"),
+        (params({"temperature": 0, "top_k": 1.5}), "top_k"),
+        (params({"temperature": 0, "ignore_eos": 1}), "ignore_eos"),
+        (params({"temperature": 0, "min_tokens": 5, "eos_token_ids": [-3]}), "eos_token_ids"),
+        (params({"temperature": 0, "stop_token_ids": [1.5]}), "stop_token_ids"),
+        (params({"temperature": 0, "stop_token_ids": 5}), "stop_token_ids"),
+        (params({"temperature": 0, "bad_word_ids": [[1.5]]}), "bad_word_ids"),
+        (params({"temperature": 0, "bad_word_ids": [3]}), "bad_word_ids"),
+        (params({"temperature": 0, "logit_bias": [1]}), "logit_bias"),
+        (params({"temperature": 0, "logit_bias": {"-1": 1}}), "logit_bias"),
+        (params({"temperature": 0, "stop": {"a": 1}}), "stop"),
+        (params({"temperature": 0, "stop": ["x"]}), "stop.*services"),
+        (params({"temperature": 0, "bad_words": ["x"]}), "bad_words.*services"),
+        (params({"temperature": 0, "structured_output": {"regex": "a"}}), "structured_output"),
         (params({"seed": 1}, temperature=1.0), "temperature must be 0"),
         (params({"seed": 1}, seed=3), "seed must be unset"),
     ],
@@ -250,3 +285,21 @@ def test_rules_of_a_request() -> None:
 def test_wrong_rules_are_refused_at_the_door(wrong: SimpleNamespace, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         check_rules(wrong)
+
+
+def test_ids_that_the_model_has_not_are_left_out() -> None:
+    """In the logits of a batch they would stand for ids of the next row."""
+    given = {
+        "temperature": 0,
+        "logit_bias": {"9": 1, "10": 50},
+        "stop_token_ids": [3, 10],
+        "eos_token_ids": [10, 4],
+        "bad_word_ids": [[1, 10], [2, 9]],
+    }
+    check_rules(params(given))
+    rules = rules_of(params(given))
+    assert rules is not None
+    kept = within(rules, 10).sampling
+    assert kept.logit_bias == {9: 1.0}
+    assert (kept.stop_token_ids, kept.eos_token_ids) == ((3,), (4,))
+    assert kept.bad_word_ids == ((2, 9),)

@@ -224,6 +224,21 @@ def test_closing_fails_what_is_open() -> None:
     assert failed.is_set()
 
 
+def test_a_load_that_fails_between_two_steps_is_counted() -> None:
+    turned = Turned(FakeCore({"a": 4, "b": 4}))
+    for name in ("a", "b"):
+        turned.submit(name, tokens=9)
+    turned.engine.turn()
+    turned.core.failed = {"a": 4, "b": 2}
+    assert audited(turned) == []
+    turned.core.failed["b"] = 3
+    turned.engine.abort("b")
+    for _ in range(12):
+        turned.engine.turn()
+    assert turned.ended("a").tokens.failed == 4
+    assert turned.engine.load().totals.failed == 4 + 3
+
+
 def test_the_audit_finds_totals_that_differ_from_the_accounts() -> None:
     turned = Turned(FakeCore())
     turned.submit("a")

@@ -16,7 +16,7 @@ from kvrelay.errors import KvrelayError, Rejected, Unavailable, Unservable
 from kvrelay.v1 import router_pb2, types_pb2
 from router.workers.stock_rules import SEED_BITS, request_of
 from tests.router.fakes import ids, model, running
-from tests.router.rig import PROMPT, failing, request
+from tests.router.rig import PROMPT, failing, request, until
 from tests.router.stock_server import MODEL, VOCAB, StockServer, answer, started
 
 COUNT = 40
@@ -235,6 +235,20 @@ async def test_addresses_that_are_refused_at_start(
     with pytest.raises(Rejected, match=field):
         async with running([], 0, **{"decode": ("127.0.0.1:1",), **settings, field: (entry,)}):
             pass
+
+
+@pytest.mark.parametrize("version", [None, 3, ["0.32.0"]])
+async def test_a_server_that_answers_oddly_is_asked_again(
+    settings: dict[str, object], version: object
+) -> None:
+    """A proxy may answer in its place; the watcher goes on."""
+    server = StockServer(version=version)  # type: ignore[arg-type]
+    async with started(server) as urls, running([], 0, decode=urls, **settings) as router:
+        (listed,) = router.registry.workers
+        await until(lambda: "cannot be read" in str(listed.problem))
+        server.version = "0.32.0"
+        await router.settled(1)
+        assert ids(await router.generate(greedy())) == answer(PROMPT, COUNT)
 
 
 async def test_a_server_that_was_started_again_is_another_worker(

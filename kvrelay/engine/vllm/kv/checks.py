@@ -32,6 +32,7 @@ class GroupFacts:
     chunked: bool = False
     quantised: bool = False
     packed: bool = False
+    non_causal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,5 +103,7 @@ def _group(group: GroupFacts) -> Iterator[str]:
         yield f"a quantised KV cache ({group.dtype}): use one of {', '.join(DTYPES)}"
     if group.value_dim != group.head_dim:
         yield f"K of {group.head_dim} and V of {group.value_dim} numbers a head"
+    if group.non_causal:
+        yield "attention that is not causal: the KV of a block depends on what follows it"
     if group.packed:
         yield "an attention backend that packs several heads or states into one"

@@ -13,7 +13,7 @@ import torch
 
 from kvrelay.engine.kernels import kernels
 from kvrelay.engine.vllm.kv.checks import EngineFacts, GroupFacts
-from kvrelay.engine.vllm.kv.namespace import ModelFacts
+from kvrelay.engine.vllm.kv.namespace import ModelFacts, rotated_for
 from kvrelay.engine.vllm.kv.setup import EngineView
 
 
@@ -41,6 +41,10 @@ class VllmModel(Protocol):
     def hf_overrides(self) -> object: ...
     @property
     def hf_config(self) -> object: ...
+    @property
+    def hf_text_config(self) -> object: ...
+    @property
+    def max_model_len(self) -> int: ...
     def get_total_num_kv_heads(self) -> int: ...
 
 
@@ -124,6 +128,7 @@ def view_of(config: VllmEngineConfig, caches: VllmCacheConfig, version: str) -> 
             quantization=model.quantization,
             overrides=overrides if isinstance(overrides, Mapping) else {"hf_overrides": overrides},
             commit=getattr(model.hf_config, "_commit_hash", None),
+            rotated_for=rotated_for(model.hf_text_config, model.max_model_len),
         ),
         numerics="/".join(profile_parts(config, version)),
         heads=model.get_total_num_kv_heads(),
@@ -151,6 +156,7 @@ def group_of(group: VllmGroup) -> GroupFacts:
         sliding_window=getattr(spec, "sliding_window", None),
         chunked=getattr(spec, "attention_chunk_size", None) is not None,
         quantised=int(getattr(spec, "kv_quant_mode", 0)) != 0,
+        non_causal=bool(getattr(spec, "non_causal", False)),
         packed=slots not in (None, heads) or content is not None,
     )
 

@@ -26,7 +26,10 @@ _FOREIGN_SALT = b"kvrelay.vllm-cache-salt.v1"
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What vLLM was told about its model; ``commit`` is that of a model from Hugging Face."""
+    """What vLLM was told about its model; ``commit`` is that of a model from Hugging Face.
+
+    ``rotated_for``: the longest request, if the rotation of all positions depends on it.
+    """
 
     model: str
     dtype: str
@@ -34,6 +37,7 @@ class ModelFacts:
     quantization: str | None = None
     overrides: Mapping[str, object] | None = None
     commit: str | None = None
+    rotated_for: int | None = None
 
 
 def namespace_of(
@@ -81,6 +85,11 @@ def revision_of(facts: ModelFacts) -> str:
     """A digest of the model's files, or its commit; with what vLLM was told to change."""
     folder = Path(facts.model)
     if folder.is_dir():
+        if not any(folder.glob("*.safetensors")):
+            raise Unservable(
+                f"the weights of {facts.model!r} have no name: there are no *.safetensors; set"
+                ' "namespace": {"revision": ...} in kv_connector_extra_config'
+            )
         name = _of_folder(folder)
     elif facts.commit:
         name = facts.commit
@@ -89,11 +98,23 @@ def revision_of(facts: ModelFacts) -> str:
             f"the weights of {facts.model!r} have no name: it is neither a folder nor a download"
             ' with a commit; set "namespace": {"revision": ...} in kv_connector_extra_config'
         )
-    changed = {"quantization": facts.quantization, "overrides": facts.overrides or None}
+    changed: dict[str, object] = {
+        "quantization": facts.quantization,
+        "overrides": facts.overrides or None,
+    }
+    if facts.rotated_for is not None:
+        changed["rotated_for"] = facts.rotated_for
     if not any(changed.values()):
         return name
     text = json.dumps(changed, sort_keys=True, default=repr)
     return f"{name}+{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def rotated_for(config: object, max_model_len: int) -> int | None:
+    """``max_model_len`` of a model with LongRoPE: vLLM chooses its factors by it."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, Mapping) else None
+    return max_model_len if kind == "longrope" else None
 
 
 def space_of(cache_salt: str | None) -> bytes:

@@ -218,13 +218,16 @@ class SchedulerSide:
             self.listener.left(track.id, account)
         return account
 
-    def account(self, request_id: str) -> RequestAccount | None:
-        """The account of a request as it is now; ``None`` for one that is not here."""
-        track = self.tracks.get(request_id) or self._leaving.get(request_id)
-        return None if track is None else self._account(track)
+    def account(self, request_id: str, saves: bool = True) -> RequestAccount | None:
+        """The account of a request as it is now; ``None`` for one that is not here.
 
-    def _account(self, track: Track) -> RequestAccount:
-        saved = track.saved(self._options.block_size)
+        ``saves``: with what is saved, for which the whole prefix is hashed.
+        """
+        track = self.tracks.get(request_id) or self._leaving.get(request_id)
+        return None if track is None else self._account(track, saves)
+
+    def _account(self, track: Track, saves: bool = True) -> RequestAccount:
+        saved = track.saved(self._options.block_size) if saves else 0
         return RequestAccount(
             length=track.length,
             runs=track.all_runs,
@@ -268,7 +271,7 @@ class SchedulerSide:
             position = track.request.num_computed_tokens
             first = track.start(position, size)
             if first and self.listener is not None:
-                self.listener.admitted(request_id, self._account(track))
+                self.listener.admitted(request_id, self._account(track, saves=False))
             track.computed = position + count
             self._offer(track, track.computed)
         orders = StepOrders(

@@ -205,8 +205,8 @@ class VllmCore:
                 GRAMMARS.remove(output.request_id)
         return outputs
 
-    def account(self, request_id: str) -> RequestAccount:
-        account: RequestAccount | None = self._connector.account(request_id)
+    def account(self, request_id: str, saves: bool = True) -> RequestAccount:
+        account: RequestAccount | None = self._connector.account(request_id, saves)
         assert account is not None, request_id
         return account
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from kvrelay.engine.core.audit import Finding
@@ -82,8 +83,8 @@ class SteppedCore(Protocol):
     def step(self) -> Sequence[CoreOutput]:
         """Schedule, execute and sample once."""
 
-    def account(self, request_id: str) -> RequestAccount:
-        """The account of a request that has not left."""
+    def account(self, request_id: str, saves: bool = True) -> RequestAccount:
+        """The account of a request that has not left; see ``SchedulerSide.account``."""
 
     def load(self) -> CoreLoad:
         """The load now."""
@@ -170,7 +171,7 @@ class VllmEngine(SteppingThread):
     def scheduled(self, counts: Mapping[str, int], preempted: Collection[str]) -> None:
         self._positions = sum(counts.values())
         self._requests = len(counts)
-        self._legs.note_step(counts, preempted, self._opened.account)
+        self._legs.note_step(counts, preempted, partial(self._opened.account, saves=False))
 
     def left(self, request_id: str, account: RequestAccount) -> None:
         self._legs.note_left(request_id, account)

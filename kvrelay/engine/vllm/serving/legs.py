@@ -162,8 +162,9 @@ class VllmLegs:
 
     def drop(self, leg: VllmLeg, account_of: AccountOf, now: float) -> None:
         """Close a leg without an account for its stream."""
+        account = account_of(leg.id) if leg.last is None else leg.last
+        self._count(leg, account)
         if leg.trace is not None:
-            account = account_of(leg.id) if leg.last is None else leg.last
             leg.trace.dropped(_ended(leg, account, now), now)
         if not leg.finished:
             leg.finish = Finish.ABORT
@@ -176,12 +177,19 @@ class VllmLegs:
         sums = Counter(self._left)
         for leg in self._open.values():
             account = account_of(leg.id) if leg.last is None else leg.last
+            self._note_failed(leg, account)
             sums.update(_countable(account))
         totals = asdict(self.totals)
         for name in SUMMED:
             if totals[name] != sums[name]:
                 message = f"{name} is {totals[name]}, the legs' accounts sum to {sums[name]}"
                 yield Finding("I9", None, message)
+
+    def _note_failed(self, leg: VllmLeg, account: RequestAccount) -> None:
+        """Count a load that has failed since the leg's last step."""
+        now, before = _countable(account), leg.counted
+        if all(now[name] == before.get(name, 0) for name in now if name != "failed"):
+            self._count(leg, account)
 
     def _count(self, leg: VllmLeg, account: RequestAccount) -> None:
         """Add to the totals what is new in the leg's account."""
