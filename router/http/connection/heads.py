@@ -1,12 +1,15 @@
-"""Rules for the head of a request that uvicorn leaves out."""
+"""Rules for the head of a request that uvicorn leaves out, and the answer to a wrong one."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 
 import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from router.http.errors import HttpRefusal
+from router.http.errors import HttpRefusal, body_of
+from router.http.headers import request_id_of
 
 Fields = Iterable[tuple[bytes, bytes]]
 """Names in lower case and values, as they arrived."""
@@ -24,6 +27,16 @@ def head_refused(method: bytes, version: str, fields: Fields) -> HttpRefusal | N
     elif method == b"CONNECT":
         message = "CONNECT is for proxies."
     return HttpRefusal(400, "bad_request", "request", message) if message else None
+
+
+def closing_response(refused: HttpRefusal) -> bytes:
+    """The whole response to a request that no application sees; the connection ends."""
+    content = json.dumps(body_of(refused)).encode()
+    head = (
+        b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n"
+        b"x-request-id: %s\r\n\r\n" % (len(content), request_id_of({}).encode())
+    )
+    return STATUS_LINE[refused.status] + head + content
 
 
 def with_path(url: bytes) -> bytes:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import json
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,13 +16,12 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from router.http.connection.heads import head_refused, with_path, without_upgrade
+from router.http.connection.heads import closing_response, head_refused, with_path, without_upgrade
 from router.http.connection.table import ConnectionTable
 from router.http.connection.wire import HeldFlow, Wire, WriteWatch
-from router.http.errors import HttpRefusal, body_of
-from router.http.headers import request_id_of
+from router.http.errors import HttpRefusal
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, HTTPScope
@@ -72,6 +70,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._gathered = 0  # bytes since the parser has told of something
         self._unread = 0  # bytes that were dropped since the last request
         self._answered = 0  # requests
+        self._server_ends = False
         self._unframed = False  # the response ends with the connection
         self._refused: HttpRefusal | None = None
         self._head_timer: asyncio.TimerHandle | None = None
@@ -268,12 +267,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._abandon_requests()  # the one whose body is wrong
         refused = self._refused or HttpRefusal(400, "bad_request", "request", msg)
-        content = json.dumps(body_of(refused)).encode()
-        head = STATUS_LINE[refused.status] + (
-            b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n"
-            b"x-request-id: %s\r\n\r\n" % (len(content), request_id_of({}).encode())
-        )
-        self.transport.write(head + content)
+        self.transport.write(closing_response(refused))
         self._close_late()
 
     def _end_with_the_last(self) -> None:
@@ -285,6 +279,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if last.more_body:
             self.pipeline.popleft()
             self._requests.pop()
+        self._requests[-1].keep_alive = False
         self._reading = Reading.NOTHING
         self._end_head()
 
@@ -322,8 +317,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _sends_more(self, request: RequestResponseCycle) -> bool:
         """Whether its body is not whole, or more has come behind it."""
-        behind = self._gathered or self._waiting or self.pipeline or not self._reads_requests
-        return bool(request.more_body or behind)
+        if self._unframed and not self.transport.can_write_eof():
+            return request.more_body  # over TLS only its end tells that of the response
+        behind = self._in_head or self._gathered or self._waiting or self.pipeline
+        return bool(request.more_body or behind or not self._reads_requests)
 
     def end_with_the_oldest(self) -> None:
         """Read no more, and answer no request that waits for the oldest."""
@@ -336,6 +333,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._requests.pop()
 
     def shutdown(self) -> None:
+        self._server_ends = True
         if self._reading is Reading.UNTIL_CLOSED:
             self.transport.close()  # uvicorn would wait for a request that has no answer
         else:
@@ -348,6 +346,9 @@ class BoundedProtocol(HttpToolsProtocol):
         were closed while the client sends, its system would drop the response.
         """
         if self._reading is Reading.UNTIL_CLOSED or self.transport.is_closing():
+            return
+        if self._server_ends:
+            self.transport.close()
             return
         self._reading = Reading.UNTIL_CLOSED
         self._end_head()

@@ -85,8 +85,10 @@ class WriteWatch:
             self._look(self._state(), self._loop.time())
 
     def stop(self) -> None:
+        """For good: it keeps nothing of its connection, which is freed at once."""
         if self._timer is not None:
             self._timer.cancel()
+        self._state = self._stuck = _nothing
 
     def _look(self, before: object, since: float) -> None:
         self._timer = None
@@ -100,6 +102,10 @@ class WriteWatch:
             return
         seconds = min(self._seconds / 4, WATCH_SECONDS)
         self._timer = self._loop.call_later(seconds, self._look, state, since)
+
+
+def _nothing() -> None:
+    return
 
 
 class HeldFlow(FlowControl):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -22,6 +23,7 @@ from tests.router.fakes import FakeWorker, Running, answer, decode_worker, runni
 from tests.router.rig import PROMPT
 
 SEED = 5
+Keys = tuple[Security | None, ssl.SSLContext | None]
 Event = tuple[str, str]
 
 

@@ -8,6 +8,7 @@ import json
 import socket
 import struct
 import weakref
+from collections.abc import Iterator
 
 import pytest
 from starlette.types import Receive, Scope, Send
@@ -18,7 +19,7 @@ from router.http.connection.table import HttpLimits
 from router.http.connection.wire import READ_BYTES
 from router.http.server import HttpServer
 from tests.router.fakes import Behaviour, decode_worker
-from tests.router.http.rig import SEED, bounded, raw
+from tests.router.http.rig import SEED, Keys, bounded, raw
 from tests.router.http.test_unread import HEAD, request, slow_reader
 from tests.router.rig import PROMPT, until
 
@@ -215,18 +216,62 @@ async def test_who_leaves_rubbish_behind_is_no_error(
     assert not [one for one in caplog.records if one.levelname == "ERROR"]
 
 
-async def test_a_connection_that_was_reset_is_freed() -> None:
+@pytest.fixture
+def collector_off() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("collector_off")
+@pytest.mark.parametrize("reset", [False, True])
+async def test_a_connection_that_has_ended_is_freed_at_once(reset: bool) -> None:
     async with bounded() as (_, client, server):
         reader, writer = await raw(client)
         writer.write(GET)
         await asyncio.wait_for(reader.readuntil(b'"ok"}'), 20)
         one = weakref.ref(connections(server)[0])
         made = writer.get_extra_info("socket")
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if reset:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         writer.transport.abort()
+        await until(lambda: one() is None)
+
+
+async def test_a_blank_line_behind_the_last_request_does_not_delay_the_end(keys: Keys) -> None:
+    """Over TLS the end of a response to HTTP/1.0 is told by that of the connection alone."""
+    security, trust = keys
+    tokens = asyncio.Event()
+    worker = decode_worker(behaviour=Behaviour(tokens=tokens))
+    async with bounded(security, worker) as (_, client, _):
+        name = None if trust is None else "localhost"
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", client.base_url.port, ssl=trust, server_hostname=name
+        )
+        writer.write(completion(stream=True).replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+        await asyncio.wait_for(worker.entered.wait(), 20)
+        writer.write(b"\r\n")
+        await asyncio.sleep(0.1)
+        tokens.set()
+        found = await asyncio.wait_for(reader.read(), 10)
+        assert b"[DONE]" in found
+        writer.close()
+
+
+async def test_the_last_answer_says_that_it_is_the_last(keys: Keys) -> None:
+    security, trust = keys
+    async with bounded(security) as (_, client, server):
+        name = None if trust is None else "localhost"
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", client.base_url.port, ssl=trust, server_hostname=name
+        )
+        writer.write(GET + GET + b"rubbish\r\n\r\n")
+        for last in (False, True):
+            found = await asyncio.wait_for(reader.readuntil(b'"ok"}'), 20)
+            assert (b"connection: close" in found) == last
+        writer.close()
         await until(lambda: server.connections.open == 0)
-        gc.collect()
-        assert one() is None
 
 
 async def test_a_refused_body_is_not_asked_for() -> None:

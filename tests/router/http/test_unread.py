@@ -6,31 +6,24 @@ import asyncio
 import json
 import socket
 import ssl
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message
 
-from kvrelay.cli.authority import CertificateAuthority
-from kvrelay.rpc.security import policy
-from kvrelay.rpc.security.policy import Security
 from router.http import exchange
 from router.http.connection.table import HttpLimits
 from router.http.exchange import PART_BYTES, Exchange
 from router.http.shapes import AT_ONCE, LINE_ENDS, dump, dump_parts
 from router.queue import inbox
 from tests.router.fakes import Behaviour, decode_worker
-from tests.router.http.rig import SEED, bounded, door, raw
+from tests.router.http.rig import SEED, Keys, bounded, door, raw
 from tests.router.rig import PROMPT, until
-from tests.secured import write_files
 
 HEAD = b"POST /%s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 LONG = json.dumps({"prompt": "x" * 1_000_000, "return_token_strs": True}).encode()
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-Keys = tuple[Security | None, ssl.SSLContext | None]
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 values = st.recursive(
@@ -56,16 +49,6 @@ async def slow_reader(port: int | None, trust: ssl.SSLContext | None = None) -> 
     await asyncio.get_running_loop().sock_connect(made, ("127.0.0.1", port))
     name = None if trust is None else "localhost"
     return await asyncio.open_connection(sock=made, limit=1, ssl=trust, server_hostname=name)
-
-
-@pytest.fixture(params=["plain", "tls"])
-def keys(request: pytest.FixtureRequest, tmp_path: Path) -> Keys:
-    """A router's security, and what its clients trust."""
-    if request.param == "plain":
-        return None, None
-    files = write_files(tmp_path, "router", CertificateAuthority())
-    trust = ssl.create_default_context(cafile=files.ca)
-    return policy.load(replace(files.options(), tls_mutual=False)), trust
 
 
 @given(values)
