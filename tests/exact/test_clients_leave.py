@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -67,4 +68,6 @@ def test_killed_client(up: Cluster, tokens_seen: int) -> None:
     process.wait()
     process.stdout.close()
     check_idle(up, FREE_WITHIN)
-    assert all(load.free_blocks == 1024 for load in loads(up))
+    begun = time.monotonic()  # between prefill and decode both workers are idle for a moment
+    while any(load.free_blocks != 1024 for load in loads(up)):
+        assert time.monotonic() - begun < FREE_WITHIN

@@ -94,7 +94,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._end_head()
         self._unset_keepalive_if_required()  # which would keep this one
         self._wire = None
-        self._watch.stop()
         if self._discard_timer is not None:
             self._discard_timer.cancel()
         self.table.leave(self)
@@ -111,6 +110,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.scope = {}  # type: ignore[typeddict-item]
         self.cycle = None  # type: ignore[assignment]
         self.below = None
+        self._watch.stop()
         self.pipeline.clear()
         self._requests.clear()
         self._waiting = b""
