@@ -167,7 +167,7 @@ def check_rules(params: VllmParams) -> None:
 
 
 def _check_served(rules: Rules) -> None:
-    """Refuse what nobody would apply."""
+    """Refuse fields that neither kvrelay's sampler nor vLLM would apply."""
     if rules.sampling.structured_output is not None:
         raise Rejected("structured_output", "is for kvrelay's services: use vLLM's own")
     for name in OF_SERVICES:

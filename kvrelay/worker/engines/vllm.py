@@ -17,7 +17,8 @@ from kvrelay.block.namespace import Namespace
 from kvrelay.connector.script import PREFIX
 from kvrelay.engine.core.plan import EngineLimits
 from kvrelay.engine.engine import Deliver, EngineOptions
-from kvrelay.engine.vllm.kv.namespace import ModelFacts, revision_of, rotated_for
+from kvrelay.engine.vllm.kv.facts import model_facts
+from kvrelay.engine.vllm.kv.namespace import revision_of
 from kvrelay.engine.vllm.serving import core, profile
 from kvrelay.engine.vllm.serving.engine import SteppedCore, VllmEngine
 from kvrelay.errors import Rejected
@@ -32,10 +33,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 UNSERVED = {
-    "attention_backend": (
-        "auto",
-        "vLLM has its own: give --vllm-option attention_backend=NAME",
-    ),
+    "attention_backend": ("auto", "vLLM has its own: give --vllm-option attention_backend=NAME"),
     "journal": (None, "only the native engine's scheduler has a journal"),
 }
 
@@ -127,28 +125,15 @@ def served_model(config: VllmConfig) -> ServedModel:
     """The model of vLLM's configuration."""
     model = config.model_config
     folder = Path(model.model)
+    dtype = str(model.dtype).removeprefix("torch.")
     return ServedModel(
         name=folder.resolve().name,
-        revision=revision_of(_facts(config)),
-        dtype=str(model.dtype).removeprefix("torch."),
+        revision=revision_of(model_facts(model, dtype, config.cache_config.block_size)),
+        dtype=dtype,
         device=config.device_config.device_type,
         vocab_size=model.get_vocab_size(),
         max_model_len=model.max_model_len - 1,
         eos_token_ids=_eos(config),
-    )
-
-
-def _facts(config: VllmConfig) -> ModelFacts:
-    """What vLLM was told about the model: quantisation and overrides count as another revision."""
-    model = config.model_config
-    overrides = model.hf_overrides
-    return ModelFacts(
-        model=model.model,
-        dtype=str(model.dtype).removeprefix("torch."),
-        block_size=config.cache_config.block_size,
-        quantization=model.quantization,
-        overrides=overrides if isinstance(overrides, Mapping) else {"hf_overrides": overrides},
-        rotated_for=rotated_for(model.hf_text_config, model.max_model_len),
     )
 
 

@@ -27,7 +27,7 @@ WATCH_SECONDS = 1.0
 
 
 class Wire:
-    """An open connection: its transport, and ``below`` it the one that carries TLS, if any."""
+    """An open connection. ``below`` is the transport that carries TLS, if there is TLS."""
 
     def __init__(self, transport: asyncio.Transport, below: asyncio.Transport | None) -> None:
         self._transport = transport
@@ -50,7 +50,7 @@ class Wire:
     def untaken(self) -> int:
         """Bytes that were written and are not known to have reached the client's system."""
         waiting = bytes(4)
-        with suppress(OSError, AttributeError, ValueError):  # it is closed, or nobody tells
+        with suppress(OSError, AttributeError, ValueError):  # closed, or its system does not tell
             number = self._lowest.get_extra_info("socket").fileno()
             waiting = fcntl.ioctl(number, termios.TIOCOUTQ, waiting)
         return self.buffered() + int.from_bytes(waiting, sys.byteorder)
@@ -109,7 +109,7 @@ def _nothing() -> None:
 
 
 class HeldFlow(FlowControl):
-    """Reads nothing while requests wait for the one before them, whoever wants to read on."""
+    """Reading stays paused while requests wait, also where uvicorn would resume it."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__(transport)

@@ -210,7 +210,7 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("crowded")
 async def test_who_leaves_while_its_long_body_waits_is_seen() -> None:
-    """The router reads nothing from the connection meanwhile, not even that it was closed."""
+    """While the body waits for memory the router does not read, so it reads no end either."""
     async with bounded() as (router, client, _):
         waits = router.service.inbox.semaphore
         made = [await raw(client) for _ in range(5)]

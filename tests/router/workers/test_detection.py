@@ -258,11 +258,8 @@ async def test_a_draining_worker_that_was_silent_keeps_what_fits_nowhere_else(mo
         leaving.behaviour.draining = True
         await router.settled(used=0)
         event.clear()
-        suspect = {"WORKER_STATE_SUSPECT"}
-        await until(
-            lambda: {str(w.health.state.name) for w in router.registry.workers} == {"SUSPECT"}
-        )
-        assert set((await states(router)).values()) == suspect
+        (listed,) = router.registry.workers
+        await until(lambda: listed.health.state is HealthState.SUSPECT)
         if moves:
             await stand_by_draining(router, leaving, other := decode_worker("d1"))
             assert seen + await rest(call) == answer(PROMPT, 8, 5)
@@ -275,7 +272,11 @@ async def test_a_draining_worker_that_was_silent_keeps_what_fits_nowhere_else(mo
         assert not leaving.cancelled.is_set()
 
 
-async def test_a_stream_leaves_a_draining_worker_that_is_silent_as_soon_as_any() -> None:
+async def test_a_stream_leaves_a_draining_worker_once_it_is_silent(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Not at a later check, which says for how long it was silent by then."""
+    caplog.set_level("WARNING", "kvrelay.router")
     leaving, event = sleeper("d0")
     async with running([leaving], **DEFAULT) as router:
         call = aiter(router.call(request()))
@@ -284,11 +285,9 @@ async def test_a_stream_leaves_a_draining_worker_that_is_silent_as_soon_as_any()
         leaving.behaviour.draining = True
         await router.settled(used=1)
         event.clear()
-        begun = time.monotonic()
         seen += await first(call, 1)
-        print(f"pause {time.monotonic() - begun:.3f} s")
-        states = [w.health.state.name for w in router.registry.workers]
-        assert len(router.registry.workers) == 2, states
+        told = [one for one in caplog.messages if f"{leaving.address} is suspect" in one]
+        assert 1 <= len(told) <= 2, told  # 2 if this process stood still
         assert seen + await rest(call) == answer(PROMPT, 8, 5)
         await other.stop()
 

@@ -118,24 +118,29 @@ def view_of(config: VllmEngineConfig, caches: VllmCacheConfig, version: str) -> 
         speculative=config.speculative_config is not None,
     )
     first = groups[0] if groups else None
-    overrides = model.hf_overrides
     return EngineView(
         facts=facts,
-        model=ModelFacts(
-            model=model.model,
-            dtype=first.dtype if first else "",
-            block_size=first.block_size if first else 0,
-            quantization=model.quantization,
-            overrides=overrides if isinstance(overrides, Mapping) else {"hf_overrides": overrides},
-            commit=getattr(model.hf_config, "_commit_hash", None),
-            rotated_for=rotated_for(model.hf_text_config, model.max_model_len),
-        ),
+        model=model_facts(model, first.dtype if first else "", first.block_size if first else 0),
         numerics="/".join(profile_parts(config, version)),
         heads=model.get_total_num_kv_heads(),
         ranks=parallel.tensor_parallel_size,
         num_blocks=caches.num_blocks,
         layer_names=tuple(caches.kv_cache_groups[0].layer_names) if groups else (),
         extra=transfer.kv_connector_extra_config,
+    )
+
+
+def model_facts(model: VllmModel, dtype: str, block_size: int) -> ModelFacts:
+    """What vLLM was told about its model; ``dtype`` and ``block_size`` are those of the KV."""
+    overrides = model.hf_overrides
+    return ModelFacts(
+        model=model.model,
+        dtype=dtype,
+        block_size=block_size,
+        quantization=model.quantization,
+        overrides=overrides if isinstance(overrides, Mapping) else {"hf_overrides": overrides},
+        commit=getattr(model.hf_config, "_commit_hash", None),
+        rotated_for=rotated_for(model.hf_text_config, model.max_model_len),
     )
 
 

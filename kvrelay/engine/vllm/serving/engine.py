@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 from kvrelay.engine.core.audit import Finding
@@ -171,7 +170,10 @@ class VllmEngine(SteppingThread):
     def scheduled(self, counts: Mapping[str, int], preempted: Collection[str]) -> None:
         self._positions = sum(counts.values())
         self._requests = len(counts)
-        self._legs.note_step(counts, preempted, partial(self._opened.account, saves=False))
+        self._legs.note_step(counts, preempted, self._counts)
+
+    def _counts(self, request_id: str) -> RequestAccount:
+        return self._opened.account(request_id, saves=False)
 
     def left(self, request_id: str, account: RequestAccount) -> None:
         self._legs.note_left(request_id, account)
@@ -267,7 +269,7 @@ class VllmEngine(SteppingThread):
     # --- measures -------------------------------------------------------------------------------
 
     def _audit(self) -> list[Finding]:
-        return [*self._opened.audit(), *self._legs.audit(self._opened.account)]
+        return [*self._opened.audit(), *self._legs.audit(self._counts)]
 
     def _publish(self) -> None:
         self._load = self._measure()
