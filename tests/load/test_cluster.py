@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -36,6 +38,27 @@ def sent(cluster: Cluster) -> int:
             return (await client.fleet()).totals.generation_tokens
 
     return asyncio.run(ask())
+
+
+def kill_at_work(cluster: Cluster, index: int) -> None:
+    """Kill a decode worker that has streams left: stopped first, so that they cannot end before."""
+
+    async def legs() -> int:
+        async with AsyncClient(cluster.router) as client:
+            workers = (await client.fleet()).workers
+        address = cluster.addresses("decode")[index]
+        return next(worker.in_flight for worker in workers if worker.address == address)
+
+    def stopped_at_work() -> bool:
+        cluster.kill("decode", index, signal.SIGSTOP)
+        time.sleep(0.3)  # what it had sent arrives
+        if asyncio.run(legs()):
+            return True
+        cluster.kill("decode", index, signal.SIGCONT)
+        return False
+
+    until(stopped_at_work, lambda: "the worker is at work", 30)
+    cluster.kill("decode", index)
 
 
 def test_the_grpc_door(load: LoadCommand, cluster: Cluster) -> None:
@@ -80,7 +103,7 @@ def test_a_killed_worker_costs_a_migration_and_no_token(
 
     def kill() -> None:
         until(lambda: sent(cluster) > before + 400, lambda: "tokens are sent", 120)
-        cluster.kill("decode", 1)
+        kill_at_work(cluster, 1)
 
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
