@@ -15,6 +15,9 @@ from kvrelay.errors import Rejected
 FORMAT_VERSION = 3
 """Version of naming, header and payload layout; raise it when any of them changes."""
 
+LAYOUT = "block,head,layer,k|v,position,dim"
+"""The order of the dimensions of a payload."""
+
 _DOMAIN = b"kvrelay.namespace.v1"
 
 

@@ -65,6 +65,10 @@ class SteppingThread(ABC):
     def _publish(self) -> None:
         """Show the load after a step, and deliver its updates."""
 
+    def _leave(self) -> None:
+        """Free what only this thread may free; nothing is called after it."""
+        return
+
     def turn(self) -> bool:
         """Run the posted commands and one step, and deliver its updates.
 
@@ -104,9 +108,12 @@ class SteppingThread(ABC):
         except Exception as error:  # noqa: BLE001 - the edge: nothing here can be trusted now
             self._give_up(error)
         finally:
-            self._on_rest()
-            self._fail_all("the worker is stopping")
-            self._publish()
+            try:
+                self._on_rest()
+                self._fail_all("the worker is stopping")
+                self._publish()
+            finally:
+                self._leave()
 
     def _give_up(self, error: Exception) -> None:
         log.critical("the engine cannot continue", exc_info=error)

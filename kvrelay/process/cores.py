@@ -84,6 +84,17 @@ def in_passing_thread(function: Callable[[], T]) -> T:
     return result
 
 
+def cores_of_the_creator() -> set[int]:
+    """The cores of the process that made this one with `multiprocessing`; else, its own."""
+    if not hasattr(os, "sched_getaffinity"):
+        return set(range(os.cpu_count() or 1))
+    creator = multiprocessing.parent_process()
+    if creator is not None and creator.pid is not None:
+        with suppress(OSError):  # it has ended
+            return os.sched_getaffinity(creator.pid)
+    return os.sched_getaffinity(0)
+
+
 @contextmanager
 def threads_on_the_cores_of_the_creator() -> Iterator[None]:
     """Threads that start inside may run on the cores of the process that made this one.
@@ -92,13 +103,11 @@ def threads_on_the_cores_of_the_creator() -> Iterator[None]:
     to one core, where every thread of its own would hold up the whole team. Without effect in a
     process that `multiprocessing` did not make.
     """
-    creator = multiprocessing.parent_process()
-    if creator is None or creator.pid is None or not hasattr(os, "sched_setaffinity"):
+    if not hasattr(os, "sched_setaffinity"):
         yield
         return
     bound = os.sched_getaffinity(0)
-    with suppress(OSError):  # the creator has ended
-        os.sched_setaffinity(0, bound | os.sched_getaffinity(creator.pid))
+    os.sched_setaffinity(0, bound | cores_of_the_creator())
     try:
         yield
     finally:

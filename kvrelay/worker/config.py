@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.config.reader import option, required
+from kvrelay.errors import Rejected
 from kvrelay.process.cores import MOST_THREADS
 from kvrelay.process.logs import FORMATS, LEVELS
 from kvrelay.rpc.address import LOOPBACK
@@ -115,6 +116,10 @@ class WorkerConfig(TracingOptions):
     log_format: str = option(
         "text", "json: one object a line, with date and request id", choices=FORMATS
     )
+
+    def __post_init__(self) -> None:
+        if self.engine != "vllm" and any(self.vllm_option):
+            raise Rejected("vllm_option", "needs --engine vllm")
 
     @property
     def routers(self) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from kvrelay.rpc.security.policy import installed
 from kvrelay.rpc.status import NothingListens
 from kvrelay.rpc.tracing import Metadata
 from kvrelay.v1 import decode_pb2, prefill_pb2, types_pb2, worker_pb2
+from kvrelay.version import VLLM, tested_vllm
 from router.workers.health import WorkerLost
 from router.workers.link import LegStream
 from router.workers.sources import HTTP
@@ -55,8 +56,8 @@ class StockLink:
 
     async def info(self, deadline: Deadline) -> worker_pb2.WorkerInfo:
         version = json.loads(await self._read("/version", deadline))["version"]
-        if not version.startswith("0.32."):
-            raise Mismatch("version", f"vLLM {version} was not tested as a worker, 0.32 was")
+        if not tested_vllm(version):
+            raise Mismatch("version", f"vLLM {version} was not tested as a worker, {VLLM} was")
         await self._read("/inference/v1/abort_requests", deadline, {"request_ids": []})
         models = json.loads(await self._read("/v1/models", deadline))["data"]
         served = next((model for model in models if model["id"] == self._name), None)

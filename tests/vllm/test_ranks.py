@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.block import Namer, Namespace
-from kvrelay.engine.vllm.kv.namespace import LAYOUT
+from kvrelay.block.namespace import LAYOUT
 from kvrelay.engine.vllm.kv.shards import HeadShards
 from tests.cluster.processes import alive, until
 from tests.vllm.conftest import NAMESPACE

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from kvrelay.block import Namer, Namespace
+from kvrelay.block.namespace import LAYOUT
 from kvrelay.cluster.ports import free_ports
-from kvrelay.engine.vllm.kv.namespace import LAYOUT
 from kvrelay.v1 import router_pb2, types_pb2
 from tests.cluster.processes import alive, until
 from tests.failures.proxy import Faults, Proxy
@@ -125,10 +125,10 @@ def between(store: OwnStore) -> Iterator[Proxy]:
 def far(
     between: Proxy, tiny: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VllmServer]:
-    """All bytes between it and the store go over the network."""
+    """All bytes between it and the store go over the network. It names its blocks by itself."""
     url = f"kvrelay://{between.address}?transport=grpc"
     log = tmp_path_factory.mktemp("far") / "log"
-    server = VllmServer(tiny, log, with_store(url, {"namespace": NAMESPACE}))
+    server = VllmServer(tiny, log, with_store(url, {}))
     yield server
     server.close()
 

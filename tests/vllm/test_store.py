@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvrelay.block import Namer, Namespace
-from kvrelay.engine.vllm.kv.namespace import LAYOUT
+from kvrelay.block.namespace import LAYOUT
 from tests.vllm.conftest import NAMESPACE
 from tests.vllm.rig import BLOCK, VOCAB, Output, Request, StoreProcess, VllmProcess, prompt
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 from kvrelay.cli.doctor.machine import Diagnosis, State
 from kvrelay.installation import import_path
+from kvrelay.version import VLLM, tested_vllm
 
 MODULE = "kvrelay.engine.vllm.serving.describe"
 SECONDS = 120.0
-TESTED = "0.32."
 INSTALL = "into vLLM's environment: pip install 'kvrelay[worker-vllm]'"
 
 
@@ -52,6 +52,6 @@ def check_vllm(python: str | None) -> Iterator[Diagnosis]:
         f"{facts['version']} on {facts['platform']}, model runner {facts['runner']}, attention"
         f" {facts['attention']}, {invariant}batch-invariant"
     )
-    tested = facts["version"].startswith(TESTED)
-    means = "for --engine vllm" if tested else f"only {TESTED}x was tested: a worker refuses others"
+    tested = tested_vllm(facts["version"])
+    means = "for --engine vllm" if tested else f"only {VLLM} was tested: a worker refuses others"
     yield Diagnosis("vllm", "ok" if tested else "absent", found, means)

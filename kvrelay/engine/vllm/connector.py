@@ -16,6 +16,7 @@ import logging
 import multiprocessing
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,6 +40,7 @@ from kvrelay.engine.vllm.kv.account import LegListener, RequestAccount
 from kvrelay.engine.vllm.kv.facts import view_of
 from kvrelay.engine.vllm.kv.metrics import CounterDeltas, add_changes, described
 from kvrelay.engine.vllm.kv.orders import RankReports, StepOrders
+from kvrelay.engine.vllm.kv.profile import attention_of, numeric_profile
 from kvrelay.engine.vllm.kv.scheduler_side import SchedulerSide
 from kvrelay.engine.vllm.kv.setup import Setup
 from kvrelay.engine.vllm.kv.worker_side import WorkerSide
@@ -46,6 +48,8 @@ from kvrelay.process.cores import threads_on_the_cores_of_the_creator
 from kvrelay.process.parent import die_with_parent, end_with_creator
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
     from kvrelay.engine.core.audit import Finding
     from kvrelay.engine.vllm.kv.border import (
         VllmBlocks,
@@ -117,7 +121,9 @@ class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def __init__(self, vllm_config, role, kv_cache_config) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
         super().__init__(vllm_config, role, kv_cache_config)
-        self._setup = Setup(view_of(vllm_config, kv_cache_config, vllm.__version__))
+        self._setup = Setup(
+            view_of(vllm_config, kv_cache_config, vllm.__version__, partial(_numerics, vllm_config))
+        )
         self._deltas = CounterDeltas()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -287,3 +293,7 @@ class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
+
+
+def _numerics(config: VllmConfig) -> str:
+    return numeric_profile(config, attention_of(config))

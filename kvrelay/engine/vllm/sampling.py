@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import vllm
 from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
 
 from kvrelay.engine.core.updates import Sampled, Work
@@ -21,6 +22,7 @@ from kvrelay.engine.sampling.masks import MaskThread
 from kvrelay.engine.sampling.sampler import sample
 from kvrelay.engine.vllm.grammars import GRAMMARS
 from kvrelay.engine.vllm.rules import Rules, check_rules, rules_of, within
+from kvrelay.engine.vllm.versions import check_version
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -52,6 +54,7 @@ class KvrelaySampling(LogitsProcessor):  # type: ignore[misc]
         check_rules(sampling_params)
 
     def __init__(self, vllm_config, device: torch.device, is_pin_memory: bool) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+        check_version(vllm.__version__, vllm_config)
         if vllm_config.scheduler_config.async_scheduling:
             raise ValueError(
                 "kvrelay's sampler needs the tokens of the last step when it chooses the next:"

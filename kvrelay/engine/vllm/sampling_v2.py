@@ -11,13 +11,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import vllm
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
 from kvrelay.engine.vllm.device_rows import DeviceRows, v2_reasons
 from kvrelay.engine.vllm.rules import check_rules, rules_of
+from kvrelay.engine.vllm.versions import check_version
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+    from vllm.config import VllmConfig
     from vllm.v1.worker.gpu.sample.logits_processor.interface import (
         LogitsContext,
         LogitsProcRequestState,
@@ -27,7 +30,8 @@ if TYPE_CHECKING:
 class KvrelaySamplingV2(LogitsProcessor):  # type: ignore[misc]
     """Chooses the token of every row that carries kvrelay's fields; leaves other rows alone."""
 
-    def __init__(self, vllm_config: object, req_states: LogitsProcRequestState) -> None:
+    def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
+        check_version(vllm.__version__, vllm_config)
         super().__init__(vllm_config, req_states)
         self._rows = DeviceRows(req_states.max_num_reqs, req_states.vocab_size, req_states.device)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvrelay.block.name import Namer
-from kvrelay.block.namespace import Namespace
+from kvrelay.block.namespace import LAYOUT, Namespace
 from kvrelay.connector.counters import ConnectorCounters
 from kvrelay.engine.core.audit import Finding
 from kvrelay.engine.core.legs import StopChecker
@@ -19,8 +19,6 @@ from kvrelay.engine.engine import EngineLoad
 from kvrelay.rpc.security.credentials import Credentials
 from kvrelay.sampling import Sampling
 from kvrelay.worker.config import WorkerConfig
-
-LAYOUT = "block,head,layer,k|v,position,dim"
 
 
 class WorkerEngine(Protocol):

@@ -17,9 +17,10 @@ from kvrelay.block.namespace import Namespace
 from kvrelay.connector.script import PREFIX
 from kvrelay.engine.core.plan import EngineLimits
 from kvrelay.engine.engine import Deliver, EngineOptions
+from kvrelay.engine.vllm.kv import profile
 from kvrelay.engine.vllm.kv.facts import model_facts
 from kvrelay.engine.vllm.kv.namespace import revision_of
-from kvrelay.engine.vllm.serving import core, profile
+from kvrelay.engine.vllm.serving import core
 from kvrelay.engine.vllm.serving.engine import SteppedCore, VllmEngine
 from kvrelay.errors import Rejected
 from kvrelay.process.cores import available_cores
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 UNSERVED = {
     "attention_backend": ("auto", "vLLM has its own: give --vllm-option attention_backend=NAME"),
     "journal": (None, "only the native engine's scheduler has a journal"),
+    "shared_cores": (None, "vLLM sets its threads at start: give --threads"),
 }
 
 
@@ -50,7 +52,7 @@ def open_vllm(
     if config.device not in ("auto", own):
         raise Rejected("device", f"{config.device} is not the device of this vLLM: give {own}")
     attention = profile.attention_of(configured)
-    numerics = profile.numeric_profile(configured, attention, threads)
+    numerics = profile.numeric_profile(configured, attention)
     model = served_model(configured)
     namespace = namespace_of(
         config, model, configured.cache_config.block_size, numerics, credentials
@@ -128,7 +130,7 @@ def served_model(config: VllmConfig) -> ServedModel:
     dtype = str(model.dtype).removeprefix("torch.")
     return ServedModel(
         name=folder.resolve().name,
-        revision=revision_of(model_facts(model, dtype, config.cache_config.block_size)),
+        revision=revision_of(model_facts(config, dtype, config.cache_config.block_size)),
         dtype=dtype,
         device=config.device_config.device_type,
         vocab_size=model.get_vocab_size(),

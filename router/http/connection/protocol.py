@@ -307,7 +307,7 @@ class BoundedProtocol(HttpToolsProtocol):
             names = {name.lower() for name, _ in message.get("headers", ())}
             self._unframed = b"content-length" not in names
             request.chunked_encoding = False if self._unframed else None
-        late = ends and not request.keep_alive and self._sends_more(request)
+        late = ends and not request.keep_alive and self._may_get_more(request)
         if late:
             request.keep_alive = True
             self.end_with_the_oldest()
@@ -315,9 +315,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if ends and (late or (self._reading is Reading.NOTHING and not self._requests)):
             self._close_late()
 
-    def _sends_more(self, request: RequestResponseCycle) -> bool:
-        """Whether its body is not whole, or more has come behind it."""
-        if self._unframed and not self.transport.can_write_eof():
+    def _may_get_more(self, request: RequestResponseCycle) -> bool:
+        """Whether its client may send more: the system would then drop a response that it reads."""
+        if self.transport.can_write_eof():
+            return True
+        if self._unframed:
             return request.more_body  # over TLS only its end tells that of the response
         behind = self._in_head or self._gathered or self._waiting or self.pipeline
         return bool(request.more_body or behind or not self._reads_requests)

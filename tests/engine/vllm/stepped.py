@@ -50,7 +50,7 @@ class FakeCore:
         self.broken: Exception | None = None
         self.hangs: threading.Event | None = None
         self.findings: list[Finding] = []
-        self.closed = False
+        self.closed_in = ""  # the name of the thread
         self._listener: StepListener | None = None
 
     def listen(self, listener: StepListener) -> None:
@@ -150,4 +150,4 @@ class FakeCore:
         return self.findings
 
     def close(self) -> None:
-        self.closed = True
+        self.closed_in = threading.current_thread().name

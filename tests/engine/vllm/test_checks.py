@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvrelay.block.namespace import LAYOUT
 from kvrelay.connector.counters import ConnectorCounters
 from kvrelay.engine.vllm.kv.account import RequestAccount
 from kvrelay.engine.vllm.kv.checks import EngineFacts, GroupFacts, check_engine
 from kvrelay.engine.vllm.kv.metrics import CounterDeltas, add_changes, described, ended
 from kvrelay.engine.vllm.kv.namespace import (
-    LAYOUT,
     ModelFacts,
     namespace_of,
     revision_of,
@@ -30,23 +30,19 @@ from kvrelay.errors import Rejected, Unservable
 from kvrelay.sampling import Sampling
 from kvrelay.structured import StructuredOutput
 from kvrelay.usage import Miss
-from kvrelay.worker.engines import opened
 from tests.engine.vllm.rig import SPACE
 
 GROUP = GroupFacts("FullAttentionSpec", 28, 32, 8, 128, 128, "bfloat16")
-ENGINE = EngineFacts("0.32.0", "kv_both", "recompute", (GROUP,))
+ENGINE = EngineFacts("kv_both", "recompute", (GROUP,))
 MODEL = ModelFacts("org/model", "bfloat16", 32, commit="c0ffee")
 
 
 def test_a_plain_engine_is_carried() -> None:
     check_engine(ENGINE)
-    check_engine(replace(ENGINE, version="0.32.4+cpu"))
 
 
 WRONG: list[tuple[EngineFacts, str]] = [
-    (replace(ENGINE, version="0.33.0"), "vLLM 0.33.0 was not tested"),
-    (replace(ENGINE, version="0.3.2"), "vLLM 0.3.2 was not tested"),
-    (replace(ENGINE, version="dev"), "vLLM dev was not tested"),
+    (replace(ENGINE, version_refusal="not tested"), "not tested"),
     (replace(ENGINE, role="kv_producer"), "kv_role is 'kv_producer'"),
     (replace(ENGINE, load_failure_policy="fail"), "kv_load_failure_policy is 'fail'"),
     (replace(ENGINE, pipeline_ranks=2), "2 pipeline ranks"),
@@ -79,10 +75,6 @@ def test_every_reason_is_given_at_once() -> None:
         check_engine(facts)
 
 
-def test_another_version_is_tried_if_asked_for() -> None:
-    check_engine(replace(ENGINE, version="0.33.1"), any_version=True)
-
-
 @pytest.mark.parametrize(
     ("heads", "ranks", "count", "width"), [(8, 1, 1, 8), (8, 2, 2, 4), (8, 8, 8, 1), (2, 4, 2, 1)]
 )
@@ -109,15 +101,17 @@ def test_heads_that_cannot_be_shared_are_refused(heads: int, ranks: int) -> None
 
 
 def test_the_namespace_is_that_of_a_native_worker(tmp_path: Path) -> None:
-    found = namespace_of(MODEL, "profile", {})
+    found = namespace_of(MODEL, lambda: "profile", {})
     assert (found.model, found.revision, found.layout) == ("model", "c0ffee", LAYOUT)
     assert (found.dtype, found.block_size, found.numerics) == ("bfloat16", 32, "profile")
-    assert LAYOUT == opened.LAYOUT
 
 
 def test_given_fields_count() -> None:
+    def unneeded() -> str:
+        raise AssertionError("the profile is given")
+
     given = {"model": "m", "revision": "r", "numerics": "", "dtype": "bfloat16", "block_size": 32}
-    found = namespace_of(MODEL, "profile", given)
+    found = namespace_of(MODEL, unneeded, given)
     assert (found.model, found.revision, found.numerics) == ("m", "r", "")
 
 
@@ -132,7 +126,7 @@ def test_given_fields_count() -> None:
 )
 def test_wrong_fields_are_named(given: Mapping[str, object], field: str) -> None:
     with pytest.raises(Rejected) as caught:
-        namespace_of(MODEL, "", given)
+        namespace_of(MODEL, lambda: "", given)
     assert caught.value.field == field
 
 
@@ -144,16 +138,20 @@ def test_the_revision_covers_what_vllm_was_told_to_change() -> None:
         replace(MODEL, overrides={"rope_scaling": {"factor": 8}}),
         replace(MODEL, rotated_for=4096),
         replace(MODEL, rotated_for=8192),
+        replace(MODEL, load_format="dummy"),
+        replace(MODEL, load_format="dummy", commit="0ff1ce"),
     ]
-    assert len({revision_of(one) for one in changed}) == 6
-    with pytest.raises(Unservable, match="have no name"):
+    assert len({revision_of(one) for one in changed}) == len(changed)
+    with pytest.raises(Unservable, match="neither a folder nor a download"):
         revision_of(replace(MODEL, commit=None))
+    with pytest.raises(Unservable, match=r'is a function, so its KV.*"revision"'):
+        revision_of(replace(MODEL, unnamed="hf_overrides is a function"))
 
 
 def test_weights_that_are_not_hashed_have_no_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"weights")
-    with pytest.raises(Unservable, match=r"no \*.safetensors"):
+    with pytest.raises(Unservable, match=r"not in \*.safetensors"):
         revision_of(replace(MODEL, model=str(tmp_path)))
 
 

@@ -180,7 +180,7 @@ def test_a_step_that_fails_ends_the_process() -> None:
     with pytest.raises(Unavailable):
         engine.submit(Order("b", (1, 2), 2, 2), Sampling())
     engine.close()
-    assert core.closed
+    assert core.closed_in == "engine"
 
 
 def test_a_step_that_hangs_ends_the_process() -> None:
@@ -222,6 +222,7 @@ def test_closing_fails_what_is_open() -> None:
     engine.submit(order, Sampling())
     engine.close()
     assert failed.is_set()
+    assert core.closed_in == "engine"  # ranks end with the thread that made them
 
 
 def test_a_load_that_fails_between_two_steps_is_counted() -> None:

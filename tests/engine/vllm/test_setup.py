@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from kvrelay.engine.vllm.kv.namespace import ModelFacts
 from kvrelay.engine.vllm.kv.orders import SaveOrder, SaveReport, StepOrders
 from kvrelay.engine.vllm.kv.pages import PageShape
 from kvrelay.engine.vllm.kv.setup import EngineView, Setup
+from kvrelay.errors import Rejected
 from tests.engine.vllm.rig import FakeLayer, HalvesWriter, caches
 from tests.kvstore.conftest import start_service, stop
 
@@ -34,15 +36,22 @@ def stopped() -> Iterator[str]:
 
 def view_of(store: str) -> EngineView:
     return EngineView(
-        facts=EngineFacts("0.32.0", "kv_both", "recompute", (GROUP,)),
+        facts=EngineFacts("kv_both", "recompute", (GROUP,)),
         model=ModelFacts("org/model", "float32", SIZE, commit="c0ffee"),
-        numerics="one machine",
+        numerics=lambda: "one machine",
         heads=2,
         ranks=1,
         num_blocks=BLOCKS,
         layer_names=("0", "1"),
         extra={"store": store},
     )
+
+
+def test_an_audit_needs_steps_that_do_not_overlap() -> None:
+    audited = replace(view_of("none"), extra={"store": "none", "audit": True})
+    Setup(audited)
+    with pytest.raises(Rejected, match="--no-async-scheduling"):
+        Setup(replace(audited, overlapping=True))
 
 
 @pytest.mark.cluster

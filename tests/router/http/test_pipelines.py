@@ -288,12 +288,17 @@ async def test_a_refused_body_is_not_asked_for() -> None:
         writer.close()
 
 
-async def test_requests_behind_the_last_one_do_not_cut_its_answer() -> None:
+@pytest.mark.parametrize("later", [False, True])
+async def test_requests_behind_the_last_one_do_not_cut_its_answer(later: bool) -> None:
+    """Nor if they are sent after it is written."""
     server = HttpServer(long_page, Address("127.0.0.1", 0), HttpLimits())
     url = await server.start()
     try:
         reader, writer = await slow_reader(int(url.rpartition(":")[2]))
-        writer.write(b"GET /long HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n" + GET * 30_000)
+        writer.write(b"GET /long HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        if later:
+            await asyncio.sleep(0.2)
+        writer.write(GET * 30_000)
         await asyncio.sleep(0.2)
         size = 0
         async with asyncio.timeout(60):

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvrelay.errors import Unservable
 
-TESTED = (0, 32)
-ENTRY = re.compile(r"(\d+)\.(\d+)")
 DTYPES = ("float32", "bfloat16", "float16")
-RELIED_ON = (
-    "the connector's interface (KVConnectorBase_V1), the reference counts of its block pool, the"
-    " order of its calls in a step, the layout of its pages, the interface of logits processors"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +32,6 @@ class GroupFacts:
 class EngineFacts:
     """What of a vLLM engine decides whether the adapter can carry its KV."""
 
-    version: str
     role: str
     load_failure_policy: str
     groups: tuple[GroupFacts, ...]
@@ -47,27 +39,20 @@ class EngineFacts:
     context_ranks: int = 1
     prefill_context_ranks: int = 1
     speculative: bool = False
+    version_refusal: str = ""
 
 
-def check_engine(facts: EngineFacts, any_version: bool = False) -> None:
+def check_engine(facts: EngineFacts) -> None:
     """Raise ``Unservable`` with every reason why this engine's KV cannot be carried."""
-    reasons = [*_version(facts.version, any_version), *_engine(facts), *_groups(facts.groups)]
+    reasons = [*_engine(facts), *_groups(facts.groups)]
     if reasons:
         numbered = "; ".join(f"({number}) {one}" for number, one in enumerate(reasons, 1))
         raise Unservable(f"kvrelay cannot carry the KV of this vLLM: {numbered}")
 
 
-def _version(version: str, any_version: bool) -> Iterator[str]:
-    found = ENTRY.match(version)
-    known = found is not None and (int(found[1]), int(found[2])) == TESTED
-    if not known and not any_version:
-        yield (
-            f"vLLM {version} was not tested, 0.32 was: kvrelay relies on {RELIED_ON}. To try it,"
-            ' set "any_version": true in kv_connector_extra_config'
-        )
-
-
 def _engine(facts: EngineFacts) -> Iterator[str]:
+    if facts.version_refusal:
+        yield facts.version_refusal
     if facts.role != "kv_both":
         yield f'kv_role is {facts.role!r}: set "kv_both"'
     if facts.load_failure_policy != "recompute":

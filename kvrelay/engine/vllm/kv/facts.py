@@ -6,15 +6,13 @@ its name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-import torch
-
-from kvrelay.engine.kernels import kernels
 from kvrelay.engine.vllm.kv.checks import EngineFacts, GroupFacts
 from kvrelay.engine.vllm.kv.namespace import ModelFacts, rotated_for
 from kvrelay.engine.vllm.kv.setup import EngineView
+from kvrelay.engine.vllm.versions import refusal
 
 
 class VllmParallel(Protocol):
@@ -40,6 +38,8 @@ class VllmModel(Protocol):
     @property
     def hf_overrides(self) -> object: ...
     @property
+    def hf_config_path(self) -> str | None: ...
+    @property
     def hf_config(self) -> object: ...
     @property
     def hf_text_config(self) -> object: ...
@@ -59,11 +59,11 @@ class VllmTransfer(Protocol):
     def kv_connector_extra_config(self) -> Mapping[str, object]: ...
 
 
-class VllmDevice(Protocol):
-    """``DeviceConfig``."""
+class VllmLoad(Protocol):
+    """``LoadConfig``."""
 
     @property
-    def device(self) -> torch.device | None: ...
+    def load_format(self) -> str: ...
 
 
 class VllmEngineConfig(Protocol):
@@ -76,9 +76,13 @@ class VllmEngineConfig(Protocol):
     @property
     def kv_transfer_config(self) -> VllmTransfer: ...
     @property
-    def device_config(self) -> VllmDevice: ...
+    def load_config(self) -> VllmLoad: ...
     @property
     def speculative_config(self) -> object | None: ...
+    @property
+    def additional_config(self) -> object: ...
+    @property
+    def max_concurrent_batches(self) -> int: ...
 
 
 class VllmGroup(Protocol):
@@ -99,8 +103,10 @@ class VllmCacheConfig(Protocol):
     def kv_cache_groups(self) -> Sequence[VllmGroup]: ...
 
 
-def view_of(config: VllmEngineConfig, caches: VllmCacheConfig, version: str) -> EngineView:
-    """What the connector needs to know of an engine."""
+def view_of(
+    config: VllmEngineConfig, caches: VllmCacheConfig, version: str, numerics: Callable[[], str]
+) -> EngineView:
+    """What the connector needs to know of an engine; ``numerics`` computes its profile."""
     parallel, model, transfer = (
         config.parallel_config,
         config.model_config,
@@ -108,7 +114,6 @@ def view_of(config: VllmEngineConfig, caches: VllmCacheConfig, version: str) -> 
     )
     groups = tuple(group_of(group) for group in caches.kv_cache_groups)
     facts = EngineFacts(
-        version=version,
         role=transfer.kv_role or "",
         load_failure_policy=transfer.kv_load_failure_policy,
         groups=groups,
@@ -116,32 +121,45 @@ def view_of(config: VllmEngineConfig, caches: VllmCacheConfig, version: str) -> 
         context_ranks=parallel.decode_context_parallel_size,
         prefill_context_ranks=parallel.prefill_context_parallel_size,
         speculative=config.speculative_config is not None,
+        version_refusal=refusal(version, config),
     )
     first = groups[0] if groups else None
     return EngineView(
         facts=facts,
-        model=model_facts(model, first.dtype if first else "", first.block_size if first else 0),
-        numerics="/".join(profile_parts(config, version)),
+        model=model_facts(config, first.dtype if first else "", first.block_size if first else 0),
+        numerics=numerics,
         heads=model.get_total_num_kv_heads(),
         ranks=parallel.tensor_parallel_size,
         num_blocks=caches.num_blocks,
         layer_names=tuple(caches.kv_cache_groups[0].layer_names) if groups else (),
         extra=transfer.kv_connector_extra_config,
+        overlapping=config.max_concurrent_batches > 1,
     )
 
 
-def model_facts(model: VllmModel, dtype: str, block_size: int) -> ModelFacts:
+def model_facts(config: VllmEngineConfig, dtype: str, block_size: int) -> ModelFacts:
     """What vLLM was told about its model; ``dtype`` and ``block_size`` are those of the KV."""
+    model, load_format = config.model_config, config.load_config.load_format
     overrides = model.hf_overrides
     return ModelFacts(
         model=model.model,
         dtype=dtype,
         block_size=block_size,
         quantization=model.quantization,
-        overrides=overrides if isinstance(overrides, Mapping) else {"hf_overrides": overrides},
+        overrides=overrides if isinstance(overrides, Mapping) else None,
         commit=getattr(model.hf_config, "_commit_hash", None),
         rotated_for=rotated_for(model.hf_text_config, model.max_model_len),
+        load_format="" if load_format == "auto" else str(load_format),
+        unnamed=_unnamed(model),
     )
+
+
+def _unnamed(model: VllmModel) -> str:
+    if callable(model.hf_overrides):
+        return "hf_overrides is a function"
+    if model.hf_config_path not in (None, model.model):
+        return f"hf_config_path is {model.hf_config_path!r}, not the model's own"
+    return ""
 
 
 def group_of(group: VllmGroup) -> GroupFacts:
@@ -168,16 +186,3 @@ def group_of(group: VllmGroup) -> GroupFacts:
 
 def _number(spec: object, name: str) -> int:
     return int(getattr(spec, name, 0) or 0)
-
-
-def profile_parts(config: VllmEngineConfig, version: str) -> Iterator[str]:
-    """What decides the bits of the KV besides the weights, as far as the configuration shows it."""
-    device = config.device_config.device or torch.device("cpu")
-    yield f"vllm-{version}"
-    yield from kernels(torch.device(device))
-    backend = getattr(getattr(config, "attention_config", None), "backend", None)
-    yield f"attention-{getattr(backend, 'name', backend) or 'auto'}"
-    compilation = getattr(config, "compilation_config", None)
-    mode = getattr(compilation, "mode", None)
-    yield f"compile-{getattr(mode, 'name', mode)}"
-    yield f"tp{config.parallel_config.tensor_parallel_size}"

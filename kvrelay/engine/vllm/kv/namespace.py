@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from kvrelay.block.namespace import Namespace
+from kvrelay.block.namespace import LAYOUT, Namespace
 from kvrelay.engine.model.pretrained import revision
 from kvrelay.errors import Rejected, Unservable
 
-LAYOUT = "block,head,layer,k|v,position,dim"
 TEXTS = ("model", "revision", "dtype", "layout", "numerics")
 FIELDS = (*TEXTS, "block_size")
 SALT_BYTES = 32
+UNNAMED = (
+    "so its KV has no name that lasts: set"
+    ' "namespace": {"revision": ...} in kv_connector_extra_config'
+)
 _FOREIGN_SALT = b"kvrelay.vllm-cache-salt.v1"
 
 
@@ -28,6 +31,8 @@ _FOREIGN_SALT = b"kvrelay.vllm-cache-salt.v1"
 class ModelFacts:
     """What vLLM was told about its model; ``commit`` is that of a model from Hugging Face.
 
+    ``load_format``: how vLLM reads the weights, empty for its own choice. ``unnamed``: why neither
+    the files nor a commit decide what is computed, empty if they do.
     ``rotated_for``: the longest request, if the rotation of all positions depends on it.
     """
 
@@ -38,11 +43,13 @@ class ModelFacts:
     overrides: Mapping[str, object] | None = None
     commit: str | None = None
     rotated_for: int | None = None
+    load_format: str = ""
+    unnamed: str = ""
 
 
 def namespace_of(
     facts: ModelFacts,
-    numerics: str,
+    numerics: Callable[[], str],
     given: Mapping[str, object],
     fleet_key_id: bytes = b"",
 ) -> Namespace:
@@ -58,7 +65,7 @@ def namespace_of(
         dtype=facts.dtype,
         layout=texts.get("layout") or LAYOUT,
         block_size=facts.block_size,
-        numerics=texts.get("numerics", numerics),
+        numerics=texts["numerics"] if "numerics" in texts else numerics(),
         fleet_key_id=fleet_key_id,
     )
 
@@ -83,20 +90,18 @@ def _of_folder(folder: Path) -> str:
 
 def revision_of(facts: ModelFacts) -> str:
     """A digest of the model's files, or its commit; with what vLLM was told to change."""
+    if facts.unnamed:
+        raise Unservable(f"{facts.unnamed}, {UNNAMED}")
     folder = Path(facts.model)
     if folder.is_dir():
         if not any(folder.glob("*.safetensors")):
-            raise Unservable(
-                f"the weights of {facts.model!r} have no name: there are no *.safetensors; set"
-                ' "namespace": {"revision": ...} in kv_connector_extra_config'
-            )
+            raise Unservable(f"the weights of {facts.model!r} are not in *.safetensors, {UNNAMED}")
         name = _of_folder(folder)
     elif facts.commit:
         name = facts.commit
     else:
         raise Unservable(
-            f"the weights of {facts.model!r} have no name: it is neither a folder nor a download"
-            ' with a commit; set "namespace": {"revision": ...} in kv_connector_extra_config'
+            f"{facts.model!r} is neither a folder nor a download with a commit, {UNNAMED}"
         )
     changed: dict[str, object] = {
         "quantization": facts.quantization,
@@ -104,6 +109,8 @@ def revision_of(facts: ModelFacts) -> str:
     }
     if facts.rotated_for is not None:
         changed["rotated_for"] = facts.rotated_for
+    if facts.load_format:
+        changed["load_format"] = facts.load_format
     if not any(changed.values()):
         return name
     text = json.dumps(changed, sort_keys=True, default=repr)

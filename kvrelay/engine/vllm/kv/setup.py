@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,20 +46,18 @@ class ConnectorConfig:
     """``kv_connector_extra_config``: the store's URL, or ``none`` for accounts alone.
 
     ``namespace`` sets fields of the namespace. ``audit`` checks the accounting before each step.
-    ``any_version`` accepts a vLLM that was not tested. ``patience``: seconds that a step may
-    wait for the store.
+    ``patience``: seconds that a step may wait for the store.
     """
 
     store: str
     namespace: Mapping[str, object]
     audit: bool
-    any_version: bool
     patience: float
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> ConnectorConfig:
         """Raises ``Rejected`` with the name of the first field that is wrong."""
-        known = {"store", "namespace", "audit", "any_version", "patience"}
+        known = {"store", "namespace", "audit", "patience"}
         for name in given:
             if name not in known:
                 raise Rejected(name, f"unknown, choose of {', '.join(sorted(known))}")
@@ -74,27 +72,29 @@ class ConnectorConfig:
         patience = given.get("patience", PATIENCE_SECONDS)
         if not isinstance(patience, int | float) or not 0 <= patience <= 1:
             raise Rejected("patience", f"must lie in [0, 1] seconds, got {patience!r}")
-        flags = {}
-        for name in ("audit", "any_version"):
-            flag = given.get(name, False)
-            if not isinstance(flag, bool):
-                raise Rejected(name, f"must be true or false, got {flag!r}")
-            flags[name] = flag
-        return cls(store, namespace, flags["audit"], flags["any_version"], float(patience))
+        audit = given.get("audit", False)
+        if not isinstance(audit, bool):
+            raise Rejected("audit", f"must be true or false, got {audit!r}")
+        return cls(store, namespace, audit, float(patience))
 
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """What the connector reads of vLLM's configuration once."""
+    """What the connector reads of vLLM's configuration once.
+
+    ``overlapping``: vLLM plans a step before the last one has ended. ``numerics`` computes the
+    numeric profile.
+    """
 
     facts: EngineFacts
     model: ModelFacts
-    numerics: str
+    numerics: Callable[[], str]
     heads: int
     ranks: int
     num_blocks: int
     layer_names: tuple[str, ...]
     extra: Mapping[str, object]
+    overlapping: bool = False
 
 
 class Setup:
@@ -102,7 +102,13 @@ class Setup:
 
     def __init__(self, view: EngineView) -> None:
         self.config = ConnectorConfig.of(view.extra)
-        check_engine(view.facts, self.config.any_version)
+        check_engine(view.facts)
+        if self.config.audit and view.overlapping:
+            raise Rejected(
+                "audit",
+                "needs --no-async-scheduling: while steps overlap, vLLM keeps the blocks of ended"
+                " requests for a step",
+            )
         self._view = view
         (group,) = view.facts.groups
         self._shards = HeadShards(view.heads, view.ranks)

@@ -18,6 +18,7 @@ from kvrelay.engine.core.request import Order
 from kvrelay.engine.core.updates import Logprob, OutputGrammar, Sampled
 from kvrelay.engine.vllm.grammars import GRAMMARS
 from kvrelay.engine.vllm.kv.account import RequestAccount
+from kvrelay.engine.vllm.kv.setup import NO_STORE
 from kvrelay.engine.vllm.serving.engine import CoreLoad, CoreOutput, StepListener
 from kvrelay.engine.vllm.serving.environment import prepare
 from kvrelay.errors import Rejected, Unservable
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 CONNECTOR = "kvrelay.engine.vllm.connector"
 PROCESSOR = "kvrelay.engine.vllm.sampling:KvrelaySampling"
-NO_STORE = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from kvrelay.engine.vllm.kv.profile import attention_backend, batch_invariant
 from kvrelay.engine.vllm.serving.environment import prepare
-from kvrelay.engine.vllm.serving.profile import attention_backend, batch_invariant
 from kvrelay.errors import KvrelayError
 from kvrelay.installation import missing
 

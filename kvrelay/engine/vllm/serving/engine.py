@@ -158,7 +158,12 @@ class VllmEngine(SteppingThread):
     def close(self, timeout: float = 10.0) -> None:
         """Stop; open requests fail as unavailable."""
         self._end(timeout)
-        if self._core is not None and not self._thread.is_alive():
+        if self._thread.ident is None:  # it was never started: the caller took the steps
+            self._leave()
+
+    def _leave(self) -> None:
+        """Close the core on the thread that made it: its ranks end with that thread."""
+        if self._core is not None:
             self._core.close()
 
     # --- what vLLM's scheduler reports, within a step -------------------------------------------
@@ -250,7 +255,7 @@ class VllmEngine(SteppingThread):
     def _abort(self, request_id: str) -> None:
         leg = self._legs.find(request_id)
         if leg is not None:
-            self._legs.drop(leg, self._opened.account, time.monotonic())
+            self._drop(leg)
             self._opened.abort(request_id)
 
     def _fail(self, leg: VllmLeg, error: KvrelayError) -> None:
@@ -260,7 +265,11 @@ class VllmEngine(SteppingThread):
     def _fail_all(self, reason: str) -> None:
         for leg in self._legs.open:
             self._legs.queue_update(leg.id, Failed(Unavailable(reason)))
-            self._legs.drop(leg, self._opened.account, time.monotonic())
+            self._drop(leg)
+
+    def _drop(self, leg: VllmLeg) -> None:
+        account_of = self._counts if leg.trace is None else self._opened.account
+        self._legs.drop(leg, account_of, time.monotonic())
 
     def _fail_step(self, error: Exception) -> None:
         """vLLM's scheduler cannot take back a step: this process must be replaced."""
