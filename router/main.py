@@ -59,7 +59,7 @@ async def serve(config: RouterConfig) -> int:
         return await serve_until_signal(
             server,
             ready=lambda address: f"router ready on {address}{url}: {config.model_name}",
-            on_stop=lambda _: service.gate.drain(),
+            on_stop=lambda _: _drain(service, door),
             grace=config.grace,
         )
     finally:
@@ -69,6 +69,12 @@ async def serve(config: RouterConfig) -> int:
         await asyncio.gather(hints, return_exceptions=True)
         await registry.close()
         await asyncio.to_thread(tracing.end)
+
+
+async def _drain(service: RouterService, door: HttpServer | None) -> None:
+    await service.gate.drain()
+    if door is not None:
+        await door.drained()
 
 
 def make_door(config: RouterConfig, service: RouterService, port: int) -> HttpServer:

@@ -30,6 +30,7 @@ from router.http.connection.table import ConnectionTable, HttpLimits
 from router.http.connection.tls import TlsConnection
 
 BACKLOG = 1024
+POLL_SECONDS = 0.05
 END_SECONDS = 0.3  # for the last events of requests that are cut off
 
 
@@ -55,6 +56,11 @@ class _EmbeddedServer(uvicorn.Server):
         """Abort open connections: their clients do not read the response, or still send."""
         for one in self._connections():
             one.abort()
+
+    @property
+    def answers(self) -> bool:
+        """Whether an answer is being made or written."""
+        return any(one.answers or one.writes for one in self._connections())
 
     def _connections(self) -> list[BoundedProtocol]:
         known = self.server_state.connections
@@ -108,6 +114,11 @@ class HttpServer:
         self._task = asyncio.create_task(self._server.serve([listening]), name="http")
         await self._server.accepting.wait()
         return f"{'http' if context is None else 'https'}://{bound}"
+
+    async def drained(self) -> None:
+        """Wait until every answer that is being made is with its client."""
+        while self._server is not None and self._server.answers:  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(POLL_SECONDS)
 
     async def stop(self, grace: float = 0.0) -> None:
         """Accept no more connections, give open requests ``grace`` seconds, at least 1, close."""

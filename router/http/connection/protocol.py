@@ -251,7 +251,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return (self._answered, self._untaken()) if self.writes else None
 
     @property
-    def _answers(self) -> bool:
+    def answers(self) -> bool:
         """Whether a request is being answered, or is whole and waits for that."""
         return any(one.response_started or not one.more_body for one in self._requests)
 
@@ -259,7 +259,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """The answer to what cannot be parsed, and to a head that is too large or too slow."""
         if self._reading is Reading.UNTIL_CLOSED or self.transport.is_closing():
             return
-        if self._answers:  # an error would be taken for the response to another request
+        if self.answers:  # an error would be taken for the response to another request
             self._end_with_the_last()
             return
         if self._has_answer:
@@ -394,7 +394,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         message = f"no whole head within {self.table.limits.head_seconds:g} s"
         self._refused = HttpRefusal(408, "request_timeout", "request", message)
-        answers = self._answers
+        answers = self.answers
         self.send_400_response(message)
         if not answers:
             self.transport.close()  # nothing is unread that could make its system drop the answer

@@ -60,6 +60,18 @@ class TlsConnection(SSLProtocol):
             self._process_outgoing()  # type: ignore[attr-defined]
         super()._fatal_error(exc, message)
 
+    def _check_shutdown_timeout(self) -> None:
+        """Once a client has all, it may take 30 s to close; whether it reads is checked elsewhere.
+
+        asyncio cuts what it has not read 30 s after the last write.
+        """
+        if self._below is not None and self._below.get_write_buffer_size():
+            seconds = self._ssl_shutdown_timeout  # type: ignore[attr-defined]
+            later = self._loop.call_later(seconds, self._check_shutdown_timeout)
+            self._shutdown_timeout_handle = later
+            return
+        super()._check_shutdown_timeout()  # type: ignore[misc]
+
     def end(self) -> None:
         """The handshake has ended, or the connection: it is not counted here."""
         if self._speaks is not None:

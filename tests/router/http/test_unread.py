@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import ssl
+import time
 
 import pytest
 from hypothesis import given
@@ -136,6 +137,35 @@ async def test_an_answer_that_is_read_slowly_is_whole(keys: Keys) -> None:
             assert part, f"{left} bytes are missing"
             left -= len(part)
         writer.close()
+
+
+def read_slowly(port: int | None, sent: bytes, trust: ssl.SSLContext | None) -> int:
+    """The bytes of a response; those behind 6 MiB are read slowly, in two seconds."""
+    with socket.socket() as made:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        made.connect(("127.0.0.1", port))
+        one = made if trust is None else trust.wrap_socket(made, server_hostname="localhost")
+        with one:
+            one.sendall(sent)
+            size = 0
+            while part := one.recv(16384):
+                size += len(part)
+                if size > 6 << 20:
+                    time.sleep(0.05)
+    return size
+
+
+async def test_the_last_answer_is_whole_however_slowly_it_is_read(
+    monkeypatch: pytest.MonkeyPatch, keys: Keys
+) -> None:
+    """The time in which TLS must be closed begins when the client has everything."""
+    monkeypatch.setattr(asyncio.constants, "SSL_SHUTDOWN_TIMEOUT", 0.3)
+    security, trust = keys
+    async with bounded(security, stuck_seconds=5.0) as (_, client, server):
+        head = HEAD % b"tokenize" + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(LONG)
+        size = await asyncio.to_thread(read_slowly, client.base_url.port, head + LONG, trust)
+        assert size > 7_000_000
+        await until(lambda: server.connections.open == 0)
 
 
 @pytest.mark.parametrize("behind", [b"}", b"GET /hea"])
