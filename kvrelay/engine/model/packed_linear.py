@@ -83,10 +83,12 @@ def _by_onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     added = None if bias is None else bias.detach()
 
     def product(rows: torch.Tensor) -> torch.Tensor:
-        lone = rows.shape[0] < rows_computed(rows.shape[0])
-        given = rows.expand(2, -1).contiguous() if lone else rows
-        out = multiply(given, packed, added, "none", [], "")
-        return out[:1] if lone else out
+        count = rows.shape[0]
+        missing = rows_computed(count) - count
+        if not missing:
+            return multiply(rows, packed, added, "none", [], "")
+        padded = torch.nn.functional.pad(rows, (0, 0, 0, missing))
+        return multiply(padded, packed, added, "none", [], "")[:count]
 
     most = _most_threads(weight)
     return product if most == MOST_THREADS else _bounded(product, most)

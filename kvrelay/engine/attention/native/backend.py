@@ -33,8 +33,8 @@ class NativeBackend:
         except ValueError as error:
             raise NoKernel(str(error)) from error
         self._template.parallel = self.kernel.parallel
-        pairs = isinstance(products_of(pool.tensor.dtype), NoProducts)
-        self.rows = RowKernels(self.kernel.rows, self.kernel.parallel, pairs)
+        pads = isinstance(products_of(pool.tensor.dtype), NoProducts)
+        self.rows = RowKernels(self.kernel.rows, self.kernel.parallel, pads)
 
     @property
     def profile(self) -> str:

@@ -63,7 +63,7 @@ void add_blocks(const float* x, const char* packed, long count, float* sums) {
       UNROLL for (int j = 0; j < W; j++) evens[i][j] = odds[i][j] = _mm256_setzero_ps();
     for (long pair = 0; pair < DEPTH / 2; pair++) {
       for (int side = 0; side < W / 2; side++)
-        _mm_prefetch(packed + AHEAD + side * (STEP / 2) + pair * LINE, _MM_HINT_T0);
+        _mm_prefetch(packed + AHEAD + side * (STEP / 2) + pair * LINE, _MM_HINT_T1);
       add_pair<R, W, false>(x + 2 * pair, packed + pair * LINE, evens);
       add_pair<R, W, true>(x + 2 * pair, packed + pair * LINE, odds);
     }

@@ -47,16 +47,16 @@ def row_functions(library: ctypes.CDLL) -> RowFunctions:
 class RowKernels:
     """The row kernels on the threads of torch; ``parallel`` is that of ``NativeKernel``.
 
-    ``pairs``: matrix products compute a lone row as one of two, so behind it is a row of zeros.
+    ``pads``: matrix products compute more than a few rows, so behind these are rows of zeros.
     """
 
     functions: RowFunctions
     parallel: int
-    pairs: bool = True
+    pads: bool = True
 
     def room(self, rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Room for rows that a matrix product reads."""
-        computed = rows_computed(rows) if self.pairs else rows
+        computed = rows_computed(rows) if self.pads else rows
         make = torch.empty if computed == rows else torch.zeros
         return make((computed, size), dtype=dtype)
 
