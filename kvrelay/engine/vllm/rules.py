@@ -16,6 +16,8 @@ OWN = ("prompt_len", "id")
 FIELDS = frozenset(field.name for field in fields(Sampling))
 LARGEST_VOCABULARY = 1 << 31  # at the door: ``within`` leaves out ids that the model has not
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+LARGEST = 1e300  # numbers; a larger one in JSON is an integer that is no float
+ENDS = ("stop_token_ids", "eos_token_ids", "ignore_eos")
 OF_SERVICES = ("stop", "bad_words")
 """Fields that kvrelay's services turn into others. They name their requests; HTTP does not."""
 
@@ -57,7 +59,7 @@ def rules_of(params: VllmParams) -> Rules | None:
     if isinstance(given, str):
         given = _parsed(given)
     if not isinstance(given, Mapping):
-        raise ValueError(f'extra_args["{KEY}"] must be an object or its JSON, got {given!r}')
+        raise ValueError(f'extra_args["{KEY}"] must be an object or its JSON, got {given!r:.80}')
     if unknown := sorted(set(given) - FIELDS - set(OWN)):
         raise ValueError(f'extra_args["{KEY}"]["{unknown[0]}"] is unknown')
     prompt_len = given.get("prompt_len")
@@ -66,6 +68,8 @@ def rules_of(params: VllmParams) -> Rules | None:
     name = given.get("id", "")
     if not isinstance(name, str):
         raise ValueError(f'extra_args["{KEY}"]["id"] must be a text, got {name!r}')
+    if given.get("logprobs") is not None and not name:
+        raise ValueError(f'extra_args["{KEY}"]["logprobs"] is not served: use vLLM\'s own')
     values = {name: _value(name, given[name]) for name in FIELDS & set(given)}
     sampling = Sampling(**cast("dict[str, float]", values))  # type: ignore[arg-type]
     return Rules(replace(sampling, logprobs=None), prompt_len, name)
@@ -85,7 +89,10 @@ def _value(name: str, value: object) -> object:
         parts = {key: _frozen(one) for key, one in value.items()}
         return StructuredOutput(**cast("dict[str, str]", parts))  # type: ignore[arg-type]
     if name == "logit_bias" and isinstance(value, Mapping):
-        return {int(token): float(bias) for token, bias in value.items()}
+        try:
+            return {int(token): float(bias) for token, bias in value.items()}
+        except (TypeError, ValueError, OverflowError):
+            raise Rejected(name, "must have token ids and numbers") from None
     return _frozen(value)
 
 
@@ -112,7 +119,8 @@ def within(rules: Rules, vocabulary: int) -> Rules:
 def _wrong_types(sampling: Sampling) -> Iterator[str]:
     """Names of fields that are not what ``Sampling`` says: JSON may give anything."""
     for name in ("temperature", "top_p", "min_p", *_PENALTIES):
-        if type(getattr(sampling, name)) not in (int, float):
+        value = getattr(sampling, name)
+        if type(value) not in (int, float) or not -LARGEST <= value <= LARGEST:
             yield name
     for name in ("top_k", "min_tokens"):
         if type(getattr(sampling, name)) is not int:
@@ -148,9 +156,9 @@ def check_rules(params: VllmParams) -> None:
         rules = rules_of(params)
         if rules is not None:
             if name := next(_wrong_types(rules.sampling), ""):
-                raise Rejected(name, "is of another type")
-            rules.sampling.check(LARGEST_VOCABULARY)
+                raise Rejected(name, "is of another type, or too large")
             _check_served(rules)
+            rules.sampling.check(LARGEST_VOCABULARY)
     except (KvrelayError, TypeError, OverflowError) as error:
         raise ValueError(f'extra_args["{KEY}"]: {error}') from error
     if rules is None:
@@ -173,3 +181,6 @@ def _check_served(rules: Rules) -> None:
     for name in OF_SERVICES:
         if getattr(rules.sampling, name) and not rules.id:
             raise Rejected(name, "is for kvrelay's services: use vLLM's own")
+    for name in ENDS:
+        if getattr(rules.sampling, name) and not (rules.id or rules.sampling.min_tokens):
+            raise Rejected(name, "only tells what min_tokens holds back: use vLLM's own to stop")

@@ -45,7 +45,8 @@ def open_vllm(
 ) -> OpenedEngine:
     """Load the model in vLLM; no leg runs yet. ``Unservable``, ``Rejected``."""
     _check(config)
-    threads = config.threads or int(os.environ.get("OMP_NUM_THREADS") or available_cores())
+    named = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # it may have nested levels
+    threads = config.threads or (int(named) if named.isdigit() else available_cores())
     os.environ["OMP_NUM_THREADS"] = str(threads)
     configured = core.configure(core_options(config), config.store, config.audit)
     own = configured.device_config.device_type

@@ -131,16 +131,20 @@ def test_wrong_fields_are_named(given: Mapping[str, object], field: str) -> None
 
 
 def test_the_revision_covers_what_vllm_was_told_to_change() -> None:
-    changed = [
-        MODEL,
-        replace(MODEL, quantization="fp8"),
-        replace(MODEL, overrides={"rope_scaling": {"factor": 4}}),
-        replace(MODEL, overrides={"rope_scaling": {"factor": 8}}),
-        replace(MODEL, rotated_for=4096),
-        replace(MODEL, rotated_for=8192),
-        replace(MODEL, load_format="dummy"),
-        replace(MODEL, load_format="dummy", commit="0ff1ce"),
+    told: list[Mapping[str, object]] = [
+        {"quantization": None, "hf_overrides": {}, "disable_sliding_window": False},
+        {"quantization": "fp8"},
+        {"quantization": "fp8", "quantization_config": {"ignore": ["lm_head"]}},
+        {"hf_overrides": {"rope_scaling": {"factor": 4}}},
+        {"hf_overrides": {"rope_scaling": {"factor": 8}}},
+        {"model_class_overrides": {"Qwen3ForCausalLM": "mine:Model"}},
+        {"rotated_for": 4096},
+        {"rotated_for": 8192},
+        {"load_format": "dummy"},
     ]
+    changed = [replace(MODEL, told=one) for one in told]
+    changed.append(replace(MODEL, told=told[-1], commit="0ff1ce"))
+    assert revision_of(changed[0]) == "c0ffee"
     assert len({revision_of(one) for one in changed}) == len(changed)
     with pytest.raises(Unservable, match="neither a folder nor a download"):
         revision_of(replace(MODEL, commit=None))
@@ -148,10 +152,16 @@ def test_the_revision_covers_what_vllm_was_told_to_change() -> None:
         revision_of(replace(MODEL, unnamed="hf_overrides is a function"))
 
 
+@pytest.mark.parametrize("field", ["model", "revision", "layout"])
+def test_an_empty_name_is_no_default(field: str) -> None:
+    with pytest.raises(Rejected, match="is empty"):
+        namespace_of(MODEL, lambda: "", {field: ""})
+
+
 def test_weights_that_are_not_hashed_have_no_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"weights")
-    with pytest.raises(Unservable, match=r"not in \*.safetensors"):
+    with pytest.raises(Unservable, match=r"has no config.json or \*.safetensors"):
         revision_of(replace(MODEL, model=str(tmp_path)))
 
 
@@ -276,6 +286,14 @@ def test_rules_of_a_request() -> None:
         (params({"temperature": 0, "stop": ["x"]}), "stop.*services"),
         (params({"temperature": 0, "bad_words": ["x"]}), "bad_words.*services"),
         (params({"temperature": 0, "structured_output": {"regex": "a"}}), "structured_output"),
+        (params({"temperature": 0, "structured_output": "x"}), "structured_output"),
+        (params({"temperature": 0, "stop_token_ids": [7]}), "stop_token_ids.*vLLM's own"),
+        (params({"temperature": 0, "ignore_eos": True}), "ignore_eos.*vLLM's own"),
+        (params({"temperature": 0, "logprobs": 3}), "logprobs.*vLLM's own"),
+        (params({"temperature": 0, "logit_bias": {"a": 1}}), "logit_bias"),
+        (params({"temperature": 0, "logit_bias": {"5": None}}), "logit_bias"),
+        (params({"temperature": 10**400, "seed": 1}), "temperature"),
+        (params("x" * 5000), "must be an object.{1,120}$"),
         (params({"seed": 1}, temperature=1.0), "temperature must be 0"),
         (params({"seed": 1}, seed=3), "seed must be unset"),
     ],
@@ -289,6 +307,7 @@ def test_ids_that_the_model_has_not_are_left_out() -> None:
     """In the logits of a batch they would stand for ids of the next row."""
     given = {
         "temperature": 0,
+        "min_tokens": 1,
         "logit_bias": {"9": 1, "10": 50},
         "stop_token_ids": [3, 10],
         "eos_token_ids": [10, 4],

@@ -7,12 +7,19 @@ its name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from kvrelay.engine.vllm.kv.checks import EngineFacts, GroupFacts
 from kvrelay.engine.vllm.kv.namespace import ModelFacts, rotated_for
 from kvrelay.engine.vllm.kv.setup import EngineView
 from kvrelay.engine.vllm.versions import refusal
+
+OF_SAFETENSORS = (
+    *("auto", "hf", "safetensors", "fastsafetensors", "runai_streamer", "bitsandbytes"),
+    "dummy",  # weights that depend on the configuration alone
+)
+"""Values of ``load_format`` with which the model's own files decide its weights."""
 
 
 class VllmParallel(Protocol):
@@ -35,6 +42,16 @@ class VllmModel(Protocol):
     def model(self) -> str: ...
     @property
     def quantization(self) -> str | None: ...
+    @property
+    def quantization_config(self) -> object: ...
+    @property
+    def model_class_overrides(self) -> Mapping[str, str]: ...
+    @property
+    def code_revision(self) -> str | None: ...
+    @property
+    def config_format(self) -> str: ...
+    @property
+    def disable_sliding_window(self) -> bool: ...
     @property
     def hf_overrides(self) -> object: ...
     @property
@@ -64,6 +81,8 @@ class VllmLoad(Protocol):
 
     @property
     def load_format(self) -> str: ...
+    @property
+    def model_loader_extra_config(self) -> object: ...
 
 
 class VllmEngineConfig(Protocol):
@@ -139,26 +158,37 @@ def view_of(
 
 def model_facts(config: VllmEngineConfig, dtype: str, block_size: int) -> ModelFacts:
     """What vLLM was told about its model; ``dtype`` and ``block_size`` are those of the KV."""
-    model, load_format = config.model_config, config.load_config.load_format
+    model, load = config.model_config, config.load_config
     overrides = model.hf_overrides
     return ModelFacts(
         model=model.model,
         dtype=dtype,
         block_size=block_size,
-        quantization=model.quantization,
-        overrides=overrides if isinstance(overrides, Mapping) else None,
         commit=getattr(model.hf_config, "_commit_hash", None),
-        rotated_for=rotated_for(model.hf_text_config, model.max_model_len),
-        load_format="" if load_format == "auto" else str(load_format),
-        unnamed=_unnamed(model),
+        told={
+            "quantization": model.quantization,
+            "quantization_config": model.quantization_config,
+            "hf_overrides": overrides if isinstance(overrides, Mapping) else None,
+            "model_class_overrides": model.model_class_overrides,
+            "code_revision": model.code_revision,
+            "disable_sliding_window": model.disable_sliding_window,
+            "load_format": "" if load.load_format == "auto" else str(load.load_format),
+            "model_loader_extra_config": load.model_loader_extra_config,
+            "rotated_for": rotated_for(model.hf_text_config, model.max_model_len),
+        },
+        unnamed=_unnamed(model, load),
     )
 
 
-def _unnamed(model: VllmModel) -> str:
+def _unnamed(model: VllmModel, load: VllmLoad) -> str:
     if callable(model.hf_overrides):
         return "hf_overrides is a function"
-    if model.hf_config_path not in (None, model.model):
+    if model.hf_config_path and Path(model.hf_config_path) != Path(model.model):
         return f"hf_config_path is {model.hf_config_path!r}, not the model's own"
+    if model.config_format not in ("auto", "hf"):
+        return f"config_format is {model.config_format!r}, so config.json does not count"
+    if load.load_format not in OF_SAFETENSORS:
+        return f"load_format is {load.load_format!r}, so the *.safetensors do not count"
     return ""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
@@ -20,10 +20,7 @@ from kvrelay.errors import Rejected, Unservable
 TEXTS = ("model", "revision", "dtype", "layout", "numerics")
 FIELDS = (*TEXTS, "block_size")
 SALT_BYTES = 32
-UNNAMED = (
-    "so its KV has no name that lasts: set"
-    ' "namespace": {"revision": ...} in kv_connector_extra_config'
-)
+UNNAMED = 'so its KV has no lasting name; a connector takes one, "namespace": {"revision": ...}'
 _FOREIGN_SALT = b"kvrelay.vllm-cache-salt.v1"
 
 
@@ -31,19 +28,15 @@ _FOREIGN_SALT = b"kvrelay.vllm-cache-salt.v1"
 class ModelFacts:
     """What vLLM was told about its model; ``commit`` is that of a model from Hugging Face.
 
-    ``load_format``: how vLLM reads the weights, empty for its own choice. ``unnamed``: why neither
-    the files nor a commit decide what is computed, empty if they do.
-    ``rotated_for``: the longest request, if the rotation of all positions depends on it.
+    ``told``: what else decides how the weights are read and computed with, by vLLM's names; what is
+    empty was not told. ``unnamed``: why neither the files nor a commit tell what is computed.
     """
 
     model: str
     dtype: str
     block_size: int
-    quantization: str | None = None
-    overrides: Mapping[str, object] | None = None
     commit: str | None = None
-    rotated_for: int | None = None
-    load_format: str = ""
+    told: Mapping[str, object] = field(default_factory=dict)
     unnamed: str = ""
 
 
@@ -77,6 +70,8 @@ def _check(facts: ModelFacts, given: Mapping[str, object]) -> None:
         kind = int if name == "block_size" else str
         if not isinstance(value, kind):
             raise Rejected(f"namespace.{name}", f"must be a {kind.__name__}, got {value!r}")
+        if name != "numerics" and not value:
+            raise Rejected(f"namespace.{name}", "is empty: leave it out for the default")
     for name, own in (("dtype", facts.dtype), ("block_size", facts.block_size)):
         if given.get(name, own) != own:
             raise Rejected(f"namespace.{name}", f"{given[name]} is given, vLLM has {own}")
@@ -94,8 +89,8 @@ def revision_of(facts: ModelFacts) -> str:
         raise Unservable(f"{facts.unnamed}, {UNNAMED}")
     folder = Path(facts.model)
     if folder.is_dir():
-        if not any(folder.glob("*.safetensors")):
-            raise Unservable(f"the weights of {facts.model!r} are not in *.safetensors, {UNNAMED}")
+        if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+            raise Unservable(f"{facts.model!r} has no config.json or *.safetensors, {UNNAMED}")
         name = _of_folder(folder)
     elif facts.commit:
         name = facts.commit
@@ -103,17 +98,10 @@ def revision_of(facts: ModelFacts) -> str:
         raise Unservable(
             f"{facts.model!r} is neither a folder nor a download with a commit, {UNNAMED}"
         )
-    changed: dict[str, object] = {
-        "quantization": facts.quantization,
-        "overrides": facts.overrides or None,
-    }
-    if facts.rotated_for is not None:
-        changed["rotated_for"] = facts.rotated_for
-    if facts.load_format:
-        changed["load_format"] = facts.load_format
-    if not any(changed.values()):
+    told = {key: value for key, value in facts.told.items() if value}
+    if not told:
         return name
-    text = json.dumps(changed, sort_keys=True, default=repr)
+    text = json.dumps(told, sort_keys=True, default=repr)
     return f"{name}+{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
 from kvrelay.engine.kernels import kernels
+from kvrelay.errors import Unservable
 from kvrelay.process.cores import cores_of_the_creator, threads_on_the_cores_of_the_creator
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-SET_IN_RANKS = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
+SET_IN_RANKS = (
+    *("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "VLLM_ROCM_USE_SKINNY_GEMM"),
+    *("VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_CUSTOM_ALLREDUCE_ALGO"),
+)
 """Variables that a rank sets by itself if its kernels are batch-invariant."""
+
+_BIND = "Name those of each rank with VLLM_CPU_OMP_THREADS_BIND, such as 0|1, or set it to nobind"
+_CHOOSING = re.compile(
+    r"VLLM_\w*(ATTN|ATTENTION|MLA|MOE|GEMM|MATMUL|LINEAR|PRECISION|FP8|FP4|INT4|INT8|W4A|QUANT|MARLIN"
+    r"|CUTLASS|FLASH|TRITON|AITER|ROCM|SGL|KERNEL|FUSED|FUSION|ALLREDUCE|ALL_REDUCE)"
+)
+"""Names of vLLM's variables that choose kernels."""
 
 
 def attention_of(config: VllmConfig) -> str:
@@ -52,15 +64,18 @@ def threads_of_ranks(config: VllmConfig) -> str:
     """CPU threads of each rank, such as ``2`` or ``2+2``.
 
     vLLM counts them in the process that starts the ranks, from its cores; a rank, which is bound to
-    its own, counts the same here.
+    its own, counts the same here. ``Unservable`` if there are too few for so many ranks.
     """
     from vllm import envs
     from vllm.utils.ompmultiprocessing import OMPProcessManager
 
     executor = config.parallel_config.distributed_executor_backend
     if executor == "mp" and envs.VLLM_CPU_OMP_THREADS_BIND != "nobind":
-        with threads_on_the_cores_of_the_creator():
-            return "+".join(str(len(cores)) for cores in OMPProcessManager(config).cpu_lists)
+        try:
+            with threads_on_the_cores_of_the_creator():
+                return "+".join(str(len(cores)) for cores in OMPProcessManager(config).cpu_lists)
+        except AssertionError as error:
+            raise Unservable(f"vLLM has no cores for its ranks: {error} {_BIND}") from error
     return os.environ.get("OMP_NUM_THREADS") or str(len(cores_of_the_creator()))
 
 
@@ -79,7 +94,7 @@ def _parts(config: VllmConfig, attention: str) -> Iterator[str]:
     kind = config.device_config.device_type
     model = config.model_config
     yield f"vllm-{__version__}"
-    for part in kernels(torch.device(kind)):
+    for part in (*kernels(torch.device(kind)), *_choices()):
         if not (batch_invariant() and part.startswith(SET_IN_RANKS)):
             yield part
     yield attention
@@ -98,6 +113,12 @@ def _parts(config: VllmConfig, attention: str) -> Iterator[str]:
     if kind == "cpu":
         yield f"threads-{threads_of_ranks(config)}"
     yield f"tp{config.parallel_config.tensor_parallel_size}"
+
+
+def _choices() -> Iterator[str]:
+    for name, value in sorted(os.environ.items()):
+        if _CHOOSING.match(name):
+            yield f"{name}={value}"
 
 
 def _operations(config: VllmConfig) -> str:
