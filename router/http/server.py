@@ -47,22 +47,19 @@ class _EmbeddedServer(uvicorn.Server):
 
     def cancel_requests(self) -> None:
         """Each tells its client that the router ends."""
-        for one in self._connections():
+        for one in self.open:
             one.end_with_the_oldest()
         for task in self.server_state.tasks:
             task.cancel()
 
     def abort_connections(self) -> None:
         """Abort open connections: their clients do not read the response, or still send."""
-        for one in self._connections():
+        for one in self.open:
             one.abort()
 
     @property
-    def answers(self) -> bool:
-        """Whether an answer is being made or written."""
-        return any(one.answers or one.writes for one in self._connections())
-
-    def _connections(self) -> list[BoundedProtocol]:
+    def open(self) -> list[BoundedProtocol]:
+        """The open connections that speak HTTP."""
         known = self.server_state.connections
         return [one for one in known if isinstance(one, BoundedProtocol)]
 
@@ -116,8 +113,9 @@ class HttpServer:
         return f"{'http' if context is None else 'https'}://{bound}"
 
     async def drained(self) -> None:
-        """Wait until every answer that is being made is with its client."""
-        while self._server is not None and self._server.answers:  # noqa: ASYNC110 - no event tells
+        """Wait until every answer that is being made now is with its client."""
+        left = [] if self._server is None else self._server.open
+        while left := [one for one in left if one.answers or one.writes]:  # noqa: ASYNC110
             await asyncio.sleep(POLL_SECONDS)
 
     async def stop(self, grace: float = 0.0) -> None:

@@ -6,7 +6,7 @@ On CPUs with AMX, and on those for which oneDNN has no bfloat16, our own kernels
 oneDNN, measured on a 2-core AVX-512 machine, one thread, 1024 x 6144: bfloat16 1.5 times (16
 rows) to 2.5 times (1 row) as fast as ``nn.Linear`` and equal to the bit; float32 3 times (16 rows),
 within 3e-6. A row's result does not depend on the number of rows, except for a single row, which
-is therefore computed as one of two, nor on the number of threads (see ``_most_threads``).
+is therefore computed as one of several, nor on the number of threads (see ``_most_threads``).
 """
 
 from __future__ import annotations

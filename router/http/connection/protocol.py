@@ -77,7 +77,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._discard_timer: asyncio.TimerHandle | None = None
         self._requests: deque[RequestResponseCycle] = deque()  # not answered in full, oldest first
         stuck_seconds = self.table.limits.stuck_seconds
-        self._watch = WriteWatch(self.loop, stuck_seconds, self._write_state, self.abort)
+        self.watch = WriteWatch(self.loop, stuck_seconds, self._write_state, self.abort)
         self.app = self._serve
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -110,7 +110,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.scope = {}  # type: ignore[typeddict-item]
         self.cycle = None  # type: ignore[assignment]
         self.below = None
-        self._watch.stop()
+        self.watch.stop()
         self.pipeline.clear()
         self._requests.clear()
         self._waiting = b""
@@ -235,7 +235,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._requests.popleft()
         super().on_response_complete()
         self._answered += 1
-        self._watch.start()
+        self.watch.start()
         if self.transport.is_closing():
             return
         self._parse(self._waiting)
@@ -244,7 +244,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._watch.start()
+        self.watch.start()
 
     def _write_state(self) -> tuple[int, int] | None:
         """What changes while a client reads; ``None`` if nothing is there for it."""

@@ -61,11 +61,12 @@ class TlsConnection(SSLProtocol):
         super()._fatal_error(exc, message)
 
     def _check_shutdown_timeout(self) -> None:
-        """Once a client has all, it may take 30 s to close; whether it reads is checked elsewhere.
+        """Once a client has all, it may take 30 s to close; before, the watch sees that it reads.
 
         asyncio cuts what it has not read 30 s after the last write.
         """
         if self._below is not None and self._below.get_write_buffer_size():
+            self._app_protocol.watch.start()  # type: ignore[attr-defined]
             seconds = self._ssl_shutdown_timeout  # type: ignore[attr-defined]
             later = self._loop.call_later(seconds, self._check_shutdown_timeout)
             self._shutdown_timeout_handle = later

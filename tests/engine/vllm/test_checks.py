@@ -9,11 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from kvrelay.block.namespace import LAYOUT
 from kvrelay.connector.counters import ConnectorCounters
 from kvrelay.engine.vllm.kv.account import RequestAccount
 from kvrelay.engine.vllm.kv.checks import EngineFacts, GroupFacts, check_engine
+from kvrelay.engine.vllm.kv.facts import model_facts
 from kvrelay.engine.vllm.kv.metrics import CounterDeltas, add_changes, described, ended
 from kvrelay.engine.vllm.kv.namespace import (
     ModelFacts,
@@ -156,6 +159,50 @@ def test_the_revision_covers_what_vllm_was_told_to_change() -> None:
 def test_an_empty_name_is_no_default(field: str) -> None:
     with pytest.raises(Rejected, match="is empty"):
         namespace_of(MODEL, lambda: "", {field: ""})
+
+
+def test_other_configurations_in_the_folder_count(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
+    model = replace(MODEL, model=str(tmp_path))
+    found = {revision_of(model)}
+    for text in ("{}", '{"rope_theta": 1}'):
+        (tmp_path / "params.json").write_text(text)
+        found.add(revision_of(model))
+    assert len(found) == 3
+
+
+LOADS = [("pt", True), ("instanttensor", False), ("tensorizer", True)]
+
+
+@pytest.mark.parametrize(("load_format", "refused"), LOADS)
+def test_loads_of_other_weights_have_no_name(
+    tmp_path: Path, load_format: str, refused: bool
+) -> None:
+    """A commit names every file, also those that are not safetensors."""
+    load = SimpleNamespace(load_format=load_format, model_loader_extra_config={})
+    model = SimpleNamespace(
+        model=str(tmp_path),
+        quantization=None,
+        quantization_config=None,
+        model_class_overrides={},
+        code_revision=None,
+        config_format="auto",
+        disable_sliding_window=False,
+        hf_overrides={},
+        hf_config_path=f"{tmp_path}/",
+        hf_config=SimpleNamespace(_commit_hash="c0ffee"),
+        hf_text_config=SimpleNamespace(),
+        max_model_len=64,
+    )
+    config = SimpleNamespace(model_config=model, load_config=load)
+    assert bool(model_facts(config, "float32", 16).unnamed) == refused
+    model.model = "org/model"
+    model.hf_config_path = None
+    unnamed = model_facts(config, "float32", 16).unnamed
+    assert bool(unnamed) == (load_format == "tensorizer")
+    model.hf_overrides = str.upper
+    assert "is a function" in model_facts(config, "float32", 16).unnamed
 
 
 def test_weights_that_are_not_hashed_have_no_name(tmp_path: Path) -> None:

@@ -16,10 +16,14 @@ from kvrelay.engine.vllm.kv.setup import EngineView
 from kvrelay.engine.vllm.versions import refusal
 
 OF_SAFETENSORS = (
-    *("auto", "hf", "safetensors", "fastsafetensors", "runai_streamer", "bitsandbytes"),
+    *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer"),
+    *("mistral", "bitsandbytes"),
     "dummy",  # weights that depend on the configuration alone
 )
-"""Values of ``load_format`` with which the model's own files decide its weights."""
+"""Values of ``load_format`` with which the ``*.safetensors`` of a model decide its weights."""
+
+OF_COMMIT = (*OF_SAFETENSORS, "pt", "npcache")
+"""With which the files of a commit do."""
 
 
 class VllmParallel(Protocol):
@@ -172,8 +176,9 @@ def model_facts(config: VllmEngineConfig, dtype: str, block_size: int) -> ModelF
             "model_class_overrides": model.model_class_overrides,
             "code_revision": model.code_revision,
             "disable_sliding_window": model.disable_sliding_window,
+            "config_format": "" if model.config_format == "auto" else str(model.config_format),
             "load_format": "" if load.load_format == "auto" else str(load.load_format),
-            "model_loader_extra_config": load.model_loader_extra_config,
+            "adapter": load.load_format == "bitsandbytes" and load.model_loader_extra_config,
             "rotated_for": rotated_for(model.hf_text_config, model.max_model_len),
         },
         unnamed=_unnamed(model, load),
@@ -185,10 +190,9 @@ def _unnamed(model: VllmModel, load: VllmLoad) -> str:
         return "hf_overrides is a function"
     if model.hf_config_path and Path(model.hf_config_path) != Path(model.model):
         return f"hf_config_path is {model.hf_config_path!r}, not the model's own"
-    if model.config_format not in ("auto", "hf"):
-        return f"config_format is {model.config_format!r}, so config.json does not count"
-    if load.load_format not in OF_SAFETENSORS:
-        return f"load_format is {load.load_format!r}, so the *.safetensors do not count"
+    own = OF_SAFETENSORS if Path(model.model).is_dir() else OF_COMMIT
+    if load.load_format not in own:
+        return f"load_format is {load.load_format!r}, which reads other weights"
     return ""
 
 

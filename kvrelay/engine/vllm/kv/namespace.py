@@ -20,6 +20,9 @@ from kvrelay.errors import Rejected, Unservable
 TEXTS = ("model", "revision", "dtype", "layout", "numerics")
 FIELDS = (*TEXTS, "block_size")
 SALT_BYTES = 32
+OTHER_CONFIGS = ("params.json", "hf_quant_config.json")
+"""Of a model's folder: what vLLM may read besides config.json."""
+
 UNNAMED = 'so its KV has no lasting name; a connector takes one, "namespace": {"revision": ...}'
 _FOREIGN_SALT = b"kvrelay.vllm-cache-salt.v1"
 
@@ -99,6 +102,9 @@ def revision_of(facts: ModelFacts) -> str:
             f"{facts.model!r} is neither a folder nor a download with a commit, {UNNAMED}"
         )
     told = {key: value for key, value in facts.told.items() if value}
+    for other in OTHER_CONFIGS:
+        if (folder / other).is_file():
+            told[other] = hashlib.sha256((folder / other).read_bytes()).hexdigest()
     if not told:
         return name
     text = json.dumps(told, sort_keys=True, default=repr)
