@@ -67,3 +67,12 @@ def compiled() -> None:
         build.build()
     except build.BuildError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def collector_off() -> Iterator[None]:
+    """What is freed during the test is freed without a garbage collection."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

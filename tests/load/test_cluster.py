@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import threading
 import time
@@ -10,9 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvrelay import AsyncClient
+from kvrelay import Client
 from kvrelay.cluster.config import SHIPPED_MODEL, ClusterConfig
 from kvrelay.cluster.supervisor import Cluster
+from kvrelay.fleet import FleetStatus
 from tests.cluster.processes import until
 from tests.load.rig import LoadCommand
 
@@ -30,29 +30,25 @@ def cluster() -> Iterator[Cluster]:
         yield made
 
 
+def fleet(cluster: Cluster) -> FleetStatus:
+    """What the router says of its fleet now."""
+    with Client(cluster.router) as client:
+        return client.fleet()
+
+
 def sent(cluster: Cluster) -> int:
     """Tokens that the router has sent so far."""
-
-    async def ask() -> int:
-        async with AsyncClient(cluster.router) as client:
-            return (await client.fleet()).totals.generation_tokens
-
-    return asyncio.run(ask())
+    return fleet(cluster).totals.generation_tokens
 
 
 def kill_at_work(cluster: Cluster, index: int) -> None:
     """Kill a decode worker that has streams left: stopped first, so that they cannot end before."""
-
-    async def legs() -> int:
-        async with AsyncClient(cluster.router) as client:
-            workers = (await client.fleet()).workers
-        address = cluster.addresses("decode")[index]
-        return next(worker.in_flight for worker in workers if worker.address == address)
+    address = cluster.addresses("decode")[index]
 
     def stopped_at_work() -> bool:
         cluster.kill("decode", index, signal.SIGSTOP)
         time.sleep(0.3)  # what it had sent arrives
-        if asyncio.run(legs()):
+        if any(one.in_flight for one in fleet(cluster).workers if one.address == address):
             return True
         cluster.kill("decode", index, signal.SIGCONT)
         return False

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import grpc
 import pytest
@@ -46,20 +45,12 @@ class Refuser:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, handlers),))
 
 
-@pytest.fixture
-def uncollected() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
 async def sent(count: int) -> AsyncIterator[bytes]:
     for _ in range(count):
         yield b"x"
 
 
-@pytest.mark.usefixtures("uncollected")
+@pytest.mark.usefixtures("collector_off")
 @pytest.mark.parametrize("method", ["One", "Many"])
 async def test_a_refused_call_is_gone_at_once(method: str) -> None:
     service, server = Refuser(), Server()

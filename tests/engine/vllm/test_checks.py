@@ -179,7 +179,7 @@ LOADS = [("pt", True), ("instanttensor", False), ("tensorizer", True)]
 def test_loads_of_other_weights_have_no_name(
     tmp_path: Path, load_format: str, refused: bool
 ) -> None:
-    """A commit names every file, also those that are not safetensors."""
+    """A commit fixes every file of a model; the name of a folder covers *.safetensors alone."""
     load = SimpleNamespace(load_format=load_format, model_loader_extra_config={})
     model = SimpleNamespace(
         model=str(tmp_path),

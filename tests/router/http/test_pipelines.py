@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import socket
 import struct
 import weakref
-from collections.abc import Iterator
 
 import pytest
 from starlette.types import Receive, Scope, Send
@@ -214,14 +212,6 @@ async def test_who_leaves_rubbish_behind_is_no_error(
         await until(lambda: server.connections.open == 0)
         await asyncio.sleep(0.2)
     assert not [one for one in caplog.records if one.levelname == "ERROR"]
-
-
-@pytest.fixture
-def collector_off() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.usefixtures("collector_off")

@@ -91,20 +91,20 @@ def revision_of(facts: ModelFacts) -> str:
     if facts.unnamed:
         raise Unservable(f"{facts.unnamed}, {UNNAMED}")
     folder = Path(facts.model)
+    told = {key: value for key, value in facts.told.items() if value}
     if folder.is_dir():
         if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
             raise Unservable(f"{facts.model!r} has no config.json or *.safetensors, {UNNAMED}")
         name = _of_folder(folder)
+        for other in OTHER_CONFIGS:
+            if (folder / other).is_file():
+                told[other] = hashlib.sha256((folder / other).read_bytes()).hexdigest()
     elif facts.commit:
         name = facts.commit
     else:
         raise Unservable(
             f"{facts.model!r} is neither a folder nor a download with a commit, {UNNAMED}"
         )
-    told = {key: value for key, value in facts.told.items() if value}
-    for other in OTHER_CONFIGS:
-        if (folder / other).is_file():
-            told[other] = hashlib.sha256((folder / other).read_bytes()).hexdigest()
     if not told:
         return name
     text = json.dumps(told, sort_keys=True, default=repr)
