@@ -1,6 +1,6 @@
 """Linear layers on the CPU whose weights are packed once at start.
 
-On CPUs with AMX, and on those for which oneDNN has no bfloat16, our own kernels multiply it
+On CPUs with AMX, and on those without an instruction for bfloat16, our own kernels multiply it
 (``attention.native.products``); else oneDNN does.
 
 oneDNN, measured on a 2-core AVX-512 machine, one thread, 1024 x 6144: bfloat16 1.5 times (16
@@ -19,7 +19,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from kvrelay.engine.attention.index import rows_computed
-from kvrelay.engine.attention.native.library import is_bfloat16_slow, products_of
+from kvrelay.engine.attention.native.library import products_of
 from kvrelay.engine.attention.native.products import Products, tiled
 from kvrelay.process.cores import MOST_THREADS
 
@@ -161,7 +161,12 @@ def pack_linears(model: torch.nn.Module) -> int:
 def _packable(weight: torch.Tensor) -> bool:
     if weight.device.type != "cpu" or weight.dtype not in _PACKED:
         return False
-    built = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if weight.dtype is torch.float32:
-        return bool(built)
-    return isinstance(products_of(weight.dtype), Products) or bool(built and not is_bfloat16_slow())
+    if isinstance(products_of(weight.dtype), Products):
+        return True
+    slow = weight.dtype is torch.bfloat16 and _is_bfloat16_slow()
+    return torch.backends.mkldnn.is_available() and not slow  # type: ignore[no-untyped-call]
+
+
+def _is_bfloat16_slow() -> bool:
+    """Whether torch multiplies bfloat16 without oneDNN here, which takes 3 to 7 times as long."""
+    return not torch.ops.mkldnn._is_mkldnn_bf16_supported()

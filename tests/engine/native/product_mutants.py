@@ -77,31 +77,29 @@ AMX_MUTANTS = {
 }
 
 
-AVX2_MUTANTS = {
+VECTOR_MUTANTS = {
     "weights at odd places are those at even ones": (
-        "weight[j] = ODD ? odd(words) : even(words);",
-        "weight[j] = even(words);",
+        "ODD ? pairs.odd : pairs.even;",
+        "pairs.even;",
     ),
-    "numbers at odd places are those at even ones": ("x + i * DEPTH + ODD", "x + i * DEPTH"),
+    "numbers at odd places are those at even ones": ("x[i * DEPTH + ODD]", "x[i * DEPTH]"),
     "sums begin anew with every block": (
-        "_mm256_add_ps(_mm256_loadu_ps(sum), _mm256_add_ps(evens[i][j], odds[i][j]))",
-        "_mm256_add_ps(evens[i][j], odds[i][j])",
+        "add(load(sum), add(evens[i][j], odds[i][j]))",
+        "add(evens[i][j], odds[i][j])",
     ),
     "a sum takes the products at even places first": (
-        "_mm256_add_ps(_mm256_loadu_ps(sum), _mm256_add_ps(evens[i][j], odds[i][j]))",
-        "_mm256_add_ps(_mm256_add_ps(_mm256_loadu_ps(sum), evens[i][j]), odds[i][j])",
+        "add(load(sum), add(evens[i][j], odds[i][j]))",
+        "add(add(load(sum), evens[i][j]), odds[i][j])",
     ),
     "one row is added up in another order": (
-        "add_pair<R, W, false>(x + 2 * pair, packed + pair * LINE, evens);",
+        "add_pair<R, W, false>(x + 2 * pair, here, evens);",
         "const long at = R == 1 ? DEPTH / 2 - 1 - pair : pair;\n"
         "add_pair<R, W, false>(x + 2 * at, packed + at * LINE, evens);",
     ),
-    "left and right columns have one weight": (
-        "packed += STEP / 2, sums += SIDE",
-        "sums += SIDE",
-    ),
-    "a single row has half its columns": ("add_blocks<1, 4>", "add_blocks<1, 2>"),
-    "the last task has the rows of the first": ("return top + strip * FEW;", "return strip * FEW;"),
+    "left and right columns have one weight": ("packed + j * (STEP / 2)", "packed"),
+    "half the columns are left out": ("side < SIDES;", "side < SIDES - WIDTH;"),
+    "the last strip has a row too few": ("if (rows < R)", "if (rows <= R)"),
+    "the last task has the rows of the first": ("job.top + job.row(i)", "job.row(i)"),
     "the last rows of many are left out": ("job.top < rows;", "job.top < 1;"),
     "few products wake threads": ("SERIAL = 1e5", "SERIAL = 0"),
     "many products wake no threads": ("SERIAL = 1e5", "SERIAL = 1e15"),
@@ -112,23 +110,26 @@ AVX2_MUTANTS = {
     ),
     "the rest of a row is left out": ("memcpy(room, x, size_t(2 * count));", ";"),
     "later blocks of many rows are the first": (
-        "add_rows(job.copy(i) + from * STRIP",
-        "add_rows(job.copy(i)",
+        "job.copy(i) + from * job.rows(i) * DEPTH",
+        "job.copy(i)",
     ),
     "later blocks of a weight are the first": ("packed + from * STEP", "packed"),
-    "every strip has the rows of the first": ("add_rows(job.copy(i)", "add_rows(job.copy(0)"),
-    "the sums of two strips overlap": ("sums + i * FEW * PANEL", "sums + i * PANEL"),
+    "every strip has the rows of the first": ("(job.copy(i) + from", "(job.copy(0) + from"),
+    "the sums of two strips overlap": ("sums + job.row(i) * PANEL", "sums + i * PANEL"),
     "sums of the task before are kept": ("  memset(sums, 0", "  if (!panel) memset(sums, 0"),
     "blocks behind the last are read": ("least(CHUNK, job.blocks - from)", "CHUNK"),
     "columns beyond the last are written": (
         "const long count = least(VECTOR, job.n - column);",
         "const long count = VECTOR;",
     ),
-    "rows beyond the last are read": ("least(FEW, bottom - row(strip))", "FEW"),
+    "rows beyond the last are read": ("return row(strip + 1) - row(strip);", "return FEW;"),
     "a bias is left out": ("job.bias ? add(sum, bias) : sum", "sum"),
     "no bias is a bias of zeros": ("job.bias ? add(sum, bias) : sum", "add(sum, bias)"),
-    "the copies are too small": (
-        "ceiling(tall, FEW) * blocks * STRIP",
-        "tall / FEW * blocks * STRIP",
-    ),
+    "the copies are too small": ("size_t(4 * tall * blocks * DEPTH)", "size_t(4 * tall * k)"),
 }
+
+AVX2_MUTANTS = {
+    **VECTOR_MUTANTS,
+    "both tiles are the left one": ("packed + side * (STEP / 2)", "packed"),
+}
+"""On AVX-512 both are computed together."""

@@ -1,4 +1,4 @@
-"""The products on AMX tiles and AVX2, what refuses them, and what is used instead."""
+"""The products on AMX tiles, AVX-512 and AVX2, what refuses them, and what is used instead."""
 
 from __future__ import annotations
 
@@ -173,38 +173,55 @@ def test_a_refusal_of_the_system_is_said(
     with pytest.raises(Rejected, match=f"{FORCED_PRODUCTS}: amx cannot be used: the system"):
         load_products()
     monkeypatch.setenv(FORCED_PRODUCTS, "mkl")
-    with pytest.raises(Rejected, match="'mkl' is not known: amx, avx2 or onednn"):
+    with pytest.raises(Rejected, match="'mkl' is not one of amx, avx512, avx2, onednn"):
         load_products()
     monkeypatch.setenv(FORCED_PRODUCTS, "onednn")
     assert load_products() == NoProducts("KVRELAY_PRODUCTS=onednn", notable=False)
 
 
+@pytest.mark.parametrize(
+    ("instructions", "variant"),
+    [
+        ((build.AVX512_BF16, build.AVX512, build.AVX2), None),
+        ((build.AVX512, build.AVX2), build.AVX512),
+        ((build.AVX2,), build.AVX2),
+        ((), None),
+    ],
+)
 def test_without_tiles_the_best_products_are_used(
-    fresh: None, monkeypatch: pytest.MonkeyPatch
+    fresh: None,
+    monkeypatch: pytest.MonkeyPatch,
+    instructions: tuple[str, ...],
+    variant: str | None,
 ) -> None:
-    """oneDNN's where it has kernels of bfloat16, else those on AVX2; there is nothing to note."""
+    """oneDNN's on a processor that multiplies bfloat16; there is nothing to note."""
     monkeypatch.setattr(library, "tiles_refused", lambda: library.NO_TILES)
-    monkeypatch.setattr(library, "is_bfloat16_slow", lambda: False)
-    assert load_products() == NoProducts(library.NO_TILES, notable=False)
-    library._load_products.cache_clear()
-    monkeypatch.setattr(library, "is_bfloat16_slow", lambda: True)
-    if runs(build.AVX2):
-        found = load_products()
-        assert isinstance(found, Products)
-        assert found.variant == build.AVX2
-    library._load_products.cache_clear()
+    monkeypatch.setattr(library, "runs", lambda name: name in instructions)
+    monkeypatch.setattr(library, "_tested", lambda name: Products(name, int, 0))
+    if variant:
+        assert load_products() == Products(variant, int, 0)
+    else:
+        reason = library.NO_TILES if instructions else "this processor has no avx2"
+        assert load_products() == NoProducts(reason, notable=False)
+
+
+@pytest.mark.parametrize("name", [build.AVX512, build.AVX2])
+def test_what_this_processor_cannot_run_is_refused(
+    fresh: None, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setattr(library, "runs", lambda name: False)
-    assert load_products() == NoProducts(library.NO_AVX2, notable=False)
-    monkeypatch.setenv(FORCED_PRODUCTS, "avx2")
-    with pytest.raises(Rejected, match="avx2 cannot be used: this processor has no AVX2"):
+    monkeypatch.setenv(FORCED_PRODUCTS, name)
+    with pytest.raises(Rejected, match=f"{name} cannot be used: this processor has no {name}"):
         load_products()
 
 
-def test_both_products_have_the_same_bits(compiled: None) -> None:
-    """On AMX and AVX2: a worker's products do not depend on which of the two it has."""
-    if tiles_refused() or not runs(build.AVX2):
-        pytest.skip("needs a processor with both")
-    assert products_differ(load_product(build.AMX), load_product(build.AVX2)) is None
+def test_all_products_have_the_same_bits(compiled: None) -> None:
+    """A worker's products do not depend on which of them it has."""
+    here = [name for name in build.PRODUCT_SOURCES if runs(name)]
+    if len(here) < 2:
+        pytest.skip("needs a processor that runs two")
+    first, *others = (load_product(name) for name in here)
+    assert [products_differ(other, first) for other in others] == [None] * len(others)
 
 
 def test_what_was_not_compiled_is_not_used(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:

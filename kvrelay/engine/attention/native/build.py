@@ -22,15 +22,17 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 COMMAND = "python -m kvrelay.engine.attention.native.build"
 PLAIN = "plain"
-AMX = "amx"  # this one and the next also have the matrix products
+AMX = "amx"
+AVX512_BF16 = "avx512bf16"
+AVX512 = "avx512"
 AVX2 = "avx2"
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 # The instruction sets, best first; ``plain`` runs on every machine.
 VARIANTS = {
     AMX: (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
-    "avx512bf16": (*_AVX512, "-mavx512bf16"),
-    "avx512": _AVX512,
+    AVX512_BF16: (*_AVX512, "-mavx512bf16"),
+    AVX512: _AVX512,
     AVX2: _AVX2,
     PLAIN: (),
 }
@@ -41,7 +43,8 @@ FLAGS = (
 )
 # What each object is made of: ``plain`` is the definition, in plain C++.
 SOURCES = ("attention.cpp", "rows.cpp")
-PRODUCT_SOURCES = {AMX: "products_amx.cpp", AVX2: "products_avx2.cpp"}
+_VECTOR = "products_vector.cpp"
+PRODUCT_SOURCES = {AMX: "products_amx.cpp", AVX512: _VECTOR, AVX2: _VECTOR}
 PLAIN_SOURCES = ("plain.cpp", "plain_rows.cpp", "plain_products.cpp")
 _STATIC = ("-static-libgcc", "-static-libstdc++")  # so that no runtime of C++ is needed
 _COMPILERS = ("c++", "g++", "clang++")

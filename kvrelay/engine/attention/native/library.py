@@ -20,9 +20,12 @@ from kvrelay.engine.attention.native.arguments import KernelArguments
 from kvrelay.engine.attention.native.build import (
     AMX,
     AVX2,
+    AVX512,
+    AVX512_BF16,
     COMMAND,
     FOLDER,
     PLAIN,
+    PRODUCT_SOURCES,
     object_name,
     variants,
 )
@@ -41,7 +44,6 @@ FORCED = "KVRELAY_ATTENTION_VARIANT"
 FORCED_PRODUCTS = "KVRELAY_PRODUCTS"
 ONEDNN = "onednn"
 NO_TILES = "this processor has no AMX for bfloat16"
-NO_AVX2 = "this processor has no AVX2"
 
 Function = Callable[[KernelArguments], int]
 
@@ -139,14 +141,15 @@ def _load(forced: str) -> NativeKernel:
 
 
 def load_products() -> Products | NoProducts:
-    """The bfloat16 products of this process: on AMX, or on AVX2 where oneDNN has none.
+    """The bfloat16 products of this process: on AMX, AVX-512 or AVX2.
 
-    What fails its self-test is not used. Raises ``Rejected`` if ``KVRELAY_PRODUCTS`` asks for
-    products that cannot be used here.
+    oneDNN's are used on AVX512-BF16 without AMX, where they are the fastest, and if ours fail
+    their self-test. Raises ``Rejected`` if ``KVRELAY_PRODUCTS`` asks for what cannot be used here.
     """
     forced = os.environ.get(FORCED_PRODUCTS, "")
-    if forced not in ("", AMX, AVX2, ONEDNN):
-        raise Rejected(FORCED_PRODUCTS, f"{forced!r} is not known: {AMX}, {AVX2} or {ONEDNN}")
+    known = (*PRODUCT_SOURCES, ONEDNN)
+    if forced and forced not in known:
+        raise Rejected(FORCED_PRODUCTS, f"{forced!r} is not one of {', '.join(known)}")
     if forced == ONEDNN:
         return NoProducts(f"{FORCED_PRODUCTS}={forced}", notable=False)
     found = _load_products(forced)
@@ -157,14 +160,18 @@ def load_products() -> Products | NoProducts:
 
 @cache
 def _load_products(forced: str) -> Products | NoProducts:
-    """Those of ``AMX`` or ``AVX2``, or the best ones if ``forced`` is empty."""
+    """Those of a variant, or the best ones if ``forced`` is empty."""
     try:
-        reason = NO_TILES if forced == AVX2 else tiles_refused()
-        if not reason:
-            return _tested(AMX)
-        if reason != NO_TILES or forced == AMX or not (forced or is_bfloat16_slow()):
-            return NoProducts(reason, notable=reason != NO_TILES)
-        return _tested(AVX2) if runs(AVX2) else NoProducts(NO_AVX2, notable=False)
+        if forced in ("", AMX):
+            reason = tiles_refused()
+            if not reason:
+                return _tested(AMX)
+            if reason != NO_TILES or forced or runs(AVX512_BF16):
+                return NoProducts(reason, notable=reason != NO_TILES)
+        name = forced or (AVX512 if runs(AVX512) else AVX2)
+        if not runs(name):
+            return NoProducts(f"this processor has no {name}", notable=False)
+        return _tested(name)
     except NoKernel as error:  # attention has logged it
         return NoProducts(str(error), notable=False)
 
@@ -188,11 +195,6 @@ def _tested(variant: str) -> Products | NoProducts:
     return Products(variant, function, parallel()) if against is None else NoProducts(against)
 
 
-def is_bfloat16_slow() -> bool:
-    """Whether torch multiplies bfloat16 without oneDNN here, which takes 3 to 7 times as long."""
-    return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
 def tiles_refused() -> str:
     """Why this process may not use AMX tiles; empty if it may, from now on."""
     answer: int = open_object(PLAIN).kvrelay_tiles()
@@ -202,7 +204,7 @@ def tiles_refused() -> str:
 
 
 def load_product(name: str, folder: Path = FOLDER) -> ProductFunction:
-    """The product of one object: ``AMX``, ``AVX2`` or ``PLAIN``."""
+    """The product of one object: ``PLAIN`` or one of ``PRODUCT_SOURCES``."""
     return product_function(open_object(name, folder))
 
 

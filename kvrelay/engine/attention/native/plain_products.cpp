@@ -1,4 +1,4 @@
-// What products_amx.cpp and products_avx2.cpp compute, one element at a time in plain C++: the
+// What products_amx.cpp and products_vector.cpp compute, one element at a time in plain C++: the
 // definition of an element.
 #include "scalar.h"
 

@@ -1,7 +1,7 @@
-"""Matrix products in bfloat16 on AMX tiles or AVX2. Batch-invariant: a row depends on itself alone.
+"""Matrix products in bfloat16 on AMX, AVX-512 or AVX2. A row's result depends on itself alone.
 
-products.h defines the arithmetic of an element, which is the same on both, and the packed layout
-of a weight.
+products.h defines the arithmetic of an element, which is the same on all three, and the packed
+layout of a weight.
 """
 
 from __future__ import annotations
