@@ -1,7 +1,7 @@
 """Linear layers on the CPU whose weights are packed once at start.
 
-On CPUs with AMX, and on those without an instruction for bfloat16, our own kernels multiply it
-(``attention.native.products``); else oneDNN does.
+On x86 our own kernels multiply bfloat16 (``attention.native.products``), but for CPUs with
+AVX512-BF16 and no AMX. There, in float32 and on other CPUs oneDNN does.
 
 oneDNN, measured on a 2-core AVX-512 machine, one thread, 1024 x 6144: bfloat16 1.5 times (16
 rows) to 2.5 times (1 row) as fast as ``nn.Linear`` and equal to the bit; float32 3 times (16 rows),
@@ -97,9 +97,9 @@ def _by_onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 def _most_threads(weight: torch.Tensor) -> int:
     """Threads of a product whose sums do not depend on how many there are.
 
-    On AVX-512 without bfloat16 oneDNN 3.12 multiplies bfloat16 by its ``gemm:jit``, which divides
-    sums of 2,048 terms and more where threads have fewer than 64 columns each. Measured for widths
-    of 64 to 4,096, sums of 512 to 12,288, 1 to 300 rows, one to eight threads.
+    On AVX-512 without bfloat16, if our products are not used, oneDNN 3.12 takes its ``gemm:jit``,
+    which divides sums of 2,048 terms and more where threads have fewer than 64 columns each.
+    Measured for widths of 64 to 4,096, sums of 512 to 12,288, 1 to 300 rows, one to eight threads.
     """
     columns, terms = weight.shape
     if weight.dtype is not torch.bfloat16 or terms < _DIVIDED_TERMS:
@@ -163,10 +163,6 @@ def _packable(weight: torch.Tensor) -> bool:
         return False
     if isinstance(products_of(weight.dtype), Products):
         return True
-    slow = weight.dtype is torch.bfloat16 and _is_bfloat16_slow()
-    return torch.backends.mkldnn.is_available() and not slow  # type: ignore[no-untyped-call]
-
-
-def _is_bfloat16_slow() -> bool:
-    """Whether torch multiplies bfloat16 without oneDNN here, which takes 3 to 7 times as long."""
-    return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return weight.dtype is torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

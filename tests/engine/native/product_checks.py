@@ -99,6 +99,8 @@ def check_hidden_bits(function: ProductFunction) -> None:
             product = tiled(Products("", function, 0), weight, None)
             leading = product(x)
             assert same(leading, of_plain(product)(x)), f"{x.shape[1]} numbers"
+            for rows in (2, 3, 4, 5, 6, 17):
+                assert same(product(x.repeat(rows, 1)), leading.repeat(rows, 1)), f"{rows} rows"
             one, taken = torch.zeros(1, 32).bfloat16(), torch.zeros(500, 32).bfloat16()
             one[0, 5] = 1
             taken[:, 5] = -leading[0]

@@ -16,8 +16,8 @@ def main(path: str) -> None:
     """Sizes with and without rests; operands and results end where the page begins."""
     tiles_refused()  # or not: an object with AMX may use them from now on
     function = product_function(ctypes.CDLL(path))
-    for rows in (1, 3, 16, 17, 33, 400):
-        for columns, size in ((7, 3), (16, 32), (33, 33), (40, 70), (64, 64)):
+    for rows in (1, 2, 3, 4, 16, 17, 33, 600):
+        for columns, size in ((7, 3), (16, 32), (33, 33), (40, 300), (64, 64)):
             weight = pack(torch.randn(columns, size).bfloat16())
             shapes = ((rows, size), (columns,), (rows, columns), tuple(weight.shape))
             x, bias, out, packed = (at_the_end(shape, torch.bfloat16) for shape in shapes)

@@ -96,10 +96,15 @@ VECTOR_MUTANTS = {
         "const long at = R == 1 ? DEPTH / 2 - 1 - pair : pair;\n"
         "add_pair<R, W, false>(x + 2 * at, packed + at * LINE, evens);",
     ),
+    "two rows and more are added up in another order": (
+        "add_pair<R, W, true>(x + 2 * pair, here, odds);",
+        "const long at = R > 1 ? DEPTH / 2 - 1 - pair : pair;\n"
+        "add_pair<R, W, true>(x + 2 * at, packed + at * LINE, odds);",
+    ),
     "left and right columns have one weight": ("packed + j * (STEP / 2)", "packed"),
-    "half the columns are left out": ("side < SIDES;", "side < SIDES - WIDTH;"),
-    "the last strip has a row too few": ("if (rows < R)", "if (rows <= R)"),
-    "the last task has the rows of the first": ("job.top + job.row(i)", "job.row(i)"),
+    "columns are left out": ("tile < TILES;", "tile < TILES - WIDTH;"),
+    "every strip has a row too few": ("if (rows < R)", "if (rows <= R)"),
+    "the last task has the rows of the first": ("job.top + job.offset(i)", "job.offset(i)"),
     "the last rows of many are left out": ("job.top < rows;", "job.top < 1;"),
     "few products wake threads": ("SERIAL = 1e5", "SERIAL = 0"),
     "many products wake no threads": ("SERIAL = 1e5", "SERIAL = 1e15"),
@@ -110,19 +115,19 @@ VECTOR_MUTANTS = {
     ),
     "the rest of a row is left out": ("memcpy(room, x, size_t(2 * count));", ";"),
     "later blocks of many rows are the first": (
-        "job.copy(i) + from * job.rows(i) * DEPTH",
+        "job.copy(i) + from * rows * DEPTH",
         "job.copy(i)",
     ),
     "later blocks of a weight are the first": ("packed + from * STEP", "packed"),
     "every strip has the rows of the first": ("(job.copy(i) + from", "(job.copy(0) + from"),
-    "the sums of two strips overlap": ("sums + job.row(i) * PANEL", "sums + i * PANEL"),
+    "the sums of two strips overlap": ("sums + job.offset(i) * PANEL", "sums + i * PANEL"),
     "sums of the task before are kept": ("  memset(sums, 0", "  if (!panel) memset(sums, 0"),
     "blocks behind the last are read": ("least(CHUNK, job.blocks - from)", "CHUNK"),
     "columns beyond the last are written": (
         "const long count = least(VECTOR, job.n - column);",
         "const long count = VECTOR;",
     ),
-    "rows beyond the last are read": ("return row(strip + 1) - row(strip);", "return FEW;"),
+    "rows beyond the last are read": ("least(FEW, bottom - top - offset(strip))", "FEW"),
     "a bias is left out": ("job.bias ? add(sum, bias) : sum", "sum"),
     "no bias is a bias of zeros": ("job.bias ? add(sum, bias) : sum", "add(sum, bias)"),
     "the copies are too small": ("size_t(4 * tall * blocks * DEPTH)", "size_t(4 * tall * k)"),
@@ -130,6 +135,6 @@ VECTOR_MUTANTS = {
 
 AVX2_MUTANTS = {
     **VECTOR_MUTANTS,
-    "both tiles are the left one": ("packed + side * (STEP / 2)", "packed"),
+    "both tiles are the left one": ("packed + tile * (STEP / 2)", "packed"),
 }
-"""On AVX-512 both are computed together."""
+"""On AVX-512 a strip computes both tiles at once, so the last one changes nothing there."""

@@ -291,5 +291,7 @@ def test_every_mistake_has_its_line() -> None:
     """What the slow tests change is still in the sources, once."""
     changed = [*MUTANTS.values()]
     changed += [(one.file, *pair) for one in PARTS.values() for pair in one.mutants.values()]
-    counts = {line: (build.FOLDER / file).read_text().count(line) for file, line, _ in changed}
+    counts = {
+        (file, line): (build.FOLDER / file).read_text().count(line) for file, line, _ in changed
+    }
     assert set(counts.values()) == {1}, counts

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvrelay.engine.attention.native.library import FORCED_PRODUCTS, ONEDNN
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.forward import TransformersModel
 from kvrelay.engine.model.loading import load_model
@@ -81,13 +82,20 @@ def test_packed_linear(rows: int, dtype: torch.dtype, bias: bool) -> None:
             torch.testing.assert_close(got, want[..., : got.shape[-1]], rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "products"),
+    [(torch.float32, ""), (torch.bfloat16, ""), (torch.bfloat16, ONEDNN)],
+    ids=["float32", "bfloat16", "bfloat16 of oneDNN"],
+)
 @pytest.mark.parametrize("columns", [192, 300])
 @pytest.mark.parametrize("size", [48, 1024, 1025, 2048, 3072, 8192])
 def test_a_row_of_a_product_does_not_depend_on_those_beside_it(
-    size: int, columns: int, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, size: int, columns: int, dtype: torch.dtype, products: str
 ) -> None:
     """A lone row least of all: a stream that decodes alone is one."""
+    if products and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN has no bfloat16 on this processor")
+    monkeypatch.setenv(FORCED_PRODUCTS, products)
     generator = torch.Generator().manual_seed(size)
     layer = torch.nn.Linear(size, columns, False).to(dtype)
     product, before = linear(layer), torch.get_num_threads()

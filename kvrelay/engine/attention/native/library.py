@@ -143,8 +143,8 @@ def _load(forced: str) -> NativeKernel:
 def load_products() -> Products | NoProducts:
     """The bfloat16 products of this process: on AMX, AVX-512 or AVX2.
 
-    oneDNN's are used on AVX512-BF16 without AMX, where they are the fastest, and if ours fail
-    their self-test. Raises ``Rejected`` if ``KVRELAY_PRODUCTS`` asks for what cannot be used here.
+    oneDNN's are used on AVX512-BF16 without AMX, where those on AVX2 are slower, and where ours
+    cannot be used. Raises ``Rejected`` if ``KVRELAY_PRODUCTS`` asks for what cannot be used here.
     """
     forced = os.environ.get(FORCED_PRODUCTS, "")
     known = (*PRODUCT_SOURCES, ONEDNN)

@@ -13,33 +13,35 @@
 
 namespace {
 
+// Accumulators of FEW rows by WIDTH tiles are in registers together.
 #ifdef __AVX512F__
-constexpr long FEW = 6;   // rows whose accumulators are in registers together,
-constexpr int WIDTH = 2;  // of so many tiles of a panel
+constexpr long FEW = 6;
+constexpr int WIDTH = 2;
 #else
 constexpr long FEW = 3;
 constexpr int WIDTH = 1;
 #endif
-constexpr int SIDES = PANEL / SIDE;  // tiles of a panel
+constexpr int TILES = PANEL / SIDE;  // of a panel
 constexpr long LINE = 64;            // bytes of a pair of numbers in a tile
-constexpr long TALL = 512;           // rows of a task: the weight is read once for so many
+constexpr long TALL = 516;           // rows of a task: the weight is read once for so many
 constexpr long CHUNK = 8;            // blocks of a panel that stay in an L1 cache
 constexpr long AHEAD = 4 * STEP;     // bytes: the weight is asked for so early
 constexpr double SERIAL = 1e5;       // multiplications that are not worth waking threads for
 
-// Rows from `top` to `bottom` of all tasks, in strips of up to FEW rows each.
+// All tasks share the rows from `top` to `bottom`, cut into strips of up to FEW.
 struct Job {
   const char *x, *packed, *bias;
   char* out;
   float* copies;  // `copy_rows` of every strip
   long n, k, blocks;
-  long top, bottom, strips;
+  long top, bottom;
   long tasks;
   std::atomic<long> next;
 
-  long row(long strip) const { return (bottom - top) * strip / strips; }  // from `top` on
-  long rows(long strip) const { return row(strip + 1) - row(strip); }
-  float* copy(long strip) const { return copies + row(strip) * blocks * DEPTH; }
+  long strips() const { return ceiling(bottom - top, FEW); }
+  long offset(long strip) const { return strip * FEW; }  // from `top`
+  long rows(long strip) const { return least(FEW, bottom - top - offset(strip)); }
+  float* copy(long strip) const { return copies + offset(strip) * blocks * DEPTH; }
 };
 
 template <int R, int W>
@@ -76,14 +78,14 @@ void add_blocks(const float* x, const char* packed, long count, float* sums) {
   }
 }
 
-// The same for a whole panel of R rows or fewer.
+// Adds `count` blocks of `rows` rows, R at most, to all columns of a panel.
 template <int R>
 void add_rows(const float* x, const char* packed, long count, float* sums, long rows) {
   if constexpr (R > 1)
     if (rows < R) return add_rows<R - 1>(x, packed, count, sums, rows);
-  constexpr int W = R == 1 ? SIDES : WIDTH;
-  for (int side = 0; side < SIDES; side += W)
-    add_blocks<R, W>(x, packed + side * (STEP / 2), count, sums + side * SIDE);
+  constexpr int W = R == 1 ? TILES : WIDTH;
+  for (int tile = 0; tile < TILES; tile += W)
+    add_blocks<R, W>(x, packed + tile * (STEP / 2), count, sums + tile * SIDE);
 }
 
 // Rows of x as [block][row][32] in float32, with zeros beyond k.
@@ -102,7 +104,7 @@ void copy_rows(const Job& job, long row, long rows, float* to) {
 void copy_strips(void* data) {
   Job& job = *(Job*)data;
   for (long i; (i = job.next.fetch_add(1)) < job.tasks;)
-    copy_rows(job, job.top + job.row(i), job.rows(i), job.copy(i));
+    copy_rows(job, job.top + job.offset(i), job.rows(i), job.copy(i));
 }
 
 // Rounds the sums of `rows` rows from `row` on, of the panel that begins at column `from`.
@@ -124,9 +126,11 @@ void run(const Job& job, long panel, float* sums) {
   const char* packed = job.packed + panel * job.blocks * STEP;
   memset(sums, 0, size_t(4 * PANEL * (job.bottom - job.top)));
   for (long from = 0; from < job.blocks; from += CHUNK)
-    for (long i = 0; i < job.strips; i++)
-      add_rows<FEW>(job.copy(i) + from * job.rows(i) * DEPTH, packed + from * STEP,
-                    least(CHUNK, job.blocks - from), sums + job.row(i) * PANEL, job.rows(i));
+    for (long i = 0; i < job.strips(); i++) {
+      const long rows = job.rows(i), count = least(CHUNK, job.blocks - from);
+      add_rows<FEW>(job.copy(i) + from * rows * DEPTH, packed + from * STEP, count,
+                    sums + job.offset(i) * PANEL, rows);
+    }
   finish(job, sums, job.top, job.bottom - job.top, panel * PANEL);
 }
 
@@ -155,8 +159,7 @@ int kvrelay_product(const char* x, const char* packed, const char* bias, char* o
   };
   for (; job.top < rows; job.top = job.bottom) {
     job.bottom = least(job.top + tall, rows);
-    job.strips = ceiling(job.bottom - job.top, FEW);
-    each(copy_strips, job.strips);
+    each(copy_strips, job.strips());
     each(multiply, ceiling(n, PANEL));
   }
   free(copies);

@@ -16,6 +16,11 @@ _SPANS = ((0, 9), (510, 3), (77, 1))
 _BLOCK = 16
 _HEADS = 2
 _GROUP = 2
+# Rows, columns and numbers of a row: every count of rows that a kernel has in registers at a time.
+_PRODUCTS = (
+    *((1, 40, 70), (2, 17, 31), (9, 17, 31), (10, 40, 70)),
+    *((17, 64, 320), (35, 40, 70)),
+)
 _TINY = 4e-38  # weights times such numbers are below the smallest normal one
 
 Kernel = Callable[[KernelArguments], int]
@@ -47,7 +52,7 @@ def rows_differ(functions: RowFunctions, oracle: RowFunctions) -> str | None:
 
 def products_differ(function: ProductFunction, oracle: ProductFunction) -> str | None:
     """A difference in bits between two products, in words; ``None`` if there is none."""
-    for rows, columns, size in ((1, 40, 70), (35, 40, 70), (3, 17, 31), (17, 64, 320)):
+    for rows, columns, size in _PRODUCTS:
         for large in (1.0, _TINY):
             x = _numbers((rows, size), 3.0).bfloat16()
             weight = _numbers((columns, size), large).bfloat16()
