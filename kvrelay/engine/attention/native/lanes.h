@@ -20,6 +20,15 @@ inline long least(long a, long b) { return a < b ? a : b; }
 inline long most(long a, long b) { return a > b ? a : b; }
 inline long ceiling(long a, long b) { return (a + b - 1) / b; }
 
+// Runs `body`, which takes a job's tasks by `next`; in this thread alone if `parallel` is null.
+template <class Job>
+void take(Job& job, void (*body)(void*), long tasks, Parallel parallel, int64_t threads) {
+  job.tasks = tasks;
+  job.next.store(0);
+  if (!parallel || tasks < 2) body(&job);
+  else parallel(body, &job, unsigned(threads), 0);
+}
+
 // Rounds to nearest and takes subnormal numbers for zero, as VDPBF16PS always does.
 struct Rounding {
   const unsigned before = _mm_getcsr();

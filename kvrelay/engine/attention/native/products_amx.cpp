@@ -179,25 +179,19 @@ void multiply(void* data) {
 int kvrelay_product(const char* x, const char* packed, const char* bias, char* out, int64_t rows,
                     int64_t n, int64_t k, int64_t threads, Parallel parallel) {
   if (rows < 1) return 0;
-  const bool alone = !parallel || threads < 2 || double(rows) * double(n * k) < SERIAL;
+  const Parallel team = threads < 2 || double(rows) * double(n * k) < SERIAL ? nullptr : parallel;
   const long tall = least(rows, TALL), panels = ceiling(n, PANEL), blocks = ceiling(k, DEPTH);
-  const long share = ceiling(panels, 4 * (alone ? 1 : threads));
+  const long share = ceiling(panels, 4 * (team ? threads : 1));
   const bool passing = 2.0 * double(rows) * double(n) > PASSING;
   const long chunk = tall > FEW ? least(CHUNK, blocks) : blocks;
   char* copies = (char*)aligned_alloc(LINE, size_t(ceiling(tall, FEW) * blocks * STRIP));
   if (!copies) return 1;
   Job job{x, packed, bias, out, copies, n, k, blocks, chunk, passing};
   job.broad = most(1, least(share, BROAD));
-  const auto each = [&](void (*body)(void*), long tasks) {
-    job.tasks = tasks;
-    job.next.store(0);
-    if (alone || tasks < 2) body(&job);
-    else parallel(body, &job, unsigned(threads), 0);
-  };
   for (; job.top < rows; job.top = job.bottom) {
     job.bottom = least(job.top + tall, rows);
-    each(copy_strips, job.strips());
-    each(multiply, ceiling(panels, job.broad));
+    take(job, copy_strips, job.strips(), team, threads);
+    take(job, multiply, ceiling(panels, job.broad), team, threads);
   }
   free(copies);
   return int(job.failed.load());

@@ -146,21 +146,15 @@ void multiply(void* data) {
 int kvrelay_product(const char* x, const char* packed, const char* bias, char* out, int64_t rows,
                     int64_t n, int64_t k, int64_t threads, Parallel parallel) {
   if (rows < 1) return 0;
-  const bool alone = !parallel || threads < 2 || double(rows) * double(n * k) < SERIAL;
+  const Parallel team = threads < 2 || double(rows) * double(n * k) < SERIAL ? nullptr : parallel;
   const long tall = least(rows, TALL), blocks = ceiling(k, DEPTH);
   float* copies = (float*)aligned_alloc(LINE, size_t(4 * tall * blocks * DEPTH));
   if (!copies) return 1;
   Job job{x, packed, bias, out, copies, n, k, blocks};
-  const auto each = [&](void (*body)(void*), long tasks) {
-    job.tasks = tasks;
-    job.next.store(0);
-    if (alone || tasks < 2) body(&job);
-    else parallel(body, &job, unsigned(threads), 0);
-  };
   for (; job.top < rows; job.top = job.bottom) {
     job.bottom = least(job.top + tall, rows);
-    each(copy_strips, job.strips());
-    each(multiply, ceiling(n, PANEL));
+    take(job, copy_strips, job.strips(), team, threads);
+    take(job, multiply, ceiling(n, PANEL), team, threads);
   }
   free(copies);
   return 0;
