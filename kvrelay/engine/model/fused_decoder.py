@@ -14,6 +14,7 @@ from kvrelay.engine.attention.backend import AttentionBackend, AttentionStep
 from kvrelay.engine.attention.native.backend import NativeBackend
 from kvrelay.engine.attention.native.rows import WIDEST
 from kvrelay.engine.attention.triton_backend import TritonBackend, TritonStep
+from kvrelay.engine.model.compiled_decoder import compiled_decoder
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.decoder_weights import RmsNorm
 from kvrelay.engine.model.forward import CausalModel
@@ -26,7 +27,8 @@ def forward_for(forward: CausalModel, backend: AttentionBackend) -> CausalModel:
         if isinstance(backend, TritonBackend):
             return FusedDecoder(forward)
         if isinstance(backend, NativeBackend) and forward.weights.heads.width <= WIDEST:
-            return NativeDecoder(forward.weights, backend.rows)
+            compiled = compiled_decoder(forward.weights, backend)
+            return compiled or NativeDecoder(forward.weights, backend.rows)
     return forward
 
 

@@ -59,12 +59,7 @@ class PackedLinear(torch.nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        products = products_of(weight.dtype)
-        self._product: Linear = (
-            tiled(products, weight, bias)
-            if isinstance(products, Products)
-            else _by_onednn(weight, bias)
-        )
+        self._product = _product(weight, bias)
         self.out_features = weight.shape[0]
         self.in_features = weight.shape[1]
 
@@ -73,6 +68,14 @@ class PackedLinear(torch.nn.Module):
         flat = rows if rows.dim() == 2 else rows.reshape(-1, self.in_features)
         out = self._product(flat)
         return out if flat is rows else out.view(*rows.shape[:-1], self.out_features)
+
+
+def _product(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """The product of [rows, in features] with a weight that can be packed."""
+    products = products_of(weight.dtype)
+    if isinstance(products, Products):
+        return tiled(products, weight, bias)
+    return _by_onednn(weight, bias)
 
 
 def _by_onednn(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -124,8 +127,8 @@ def _bounded(product: Linear, most: int) -> Linear:
 
 
 def linear(layer: torch.nn.Linear) -> Linear:
-    """The layer, packed if possible."""
-    return PackedLinear(layer.weight, layer.bias).forward if _packable(layer.weight) else layer
+    """The layer as a product of [rows, in features], packed if possible."""
+    return _product(layer.weight, layer.bias) if _packable(layer.weight) else layer
 
 
 def stacked(layers: Sequence[torch.nn.Linear]) -> Linear:

@@ -185,6 +185,23 @@ TILE_MUTANTS = {
 """In the part of attention.cpp for AMX."""
 
 
+FORWARD_MUTANTS = {
+    "the sum before a norm is left out": ("norm(added, layer.before", "norm(nullptr, layer.before"),
+    "the last layer's sum is left out": ("norm(added, model.norm)", "norm(nullptr, model.norm)"),
+    "values are left where keys are": (
+        "call.key + bytes * model.width",
+        "call.query + bytes * model.width",
+    ),
+    "every layer has the K and V of the first": ("call.layer = layer;", "call.layer = 0;"),
+    "keys are not rotated": ("model.queries + model.kv_heads;", "model.queries;"),
+    "the first rows are kept": ("all + step.kept_rows[i] * size", "all + i * size"),
+    "kept rows are added to the first": ("keep(step.hidden, model.size);", ""),
+    "rows are kept after the first layer": ("number == model.count - 1", "number == 0"),
+    "a bias is left out": ("weight.packed, weight.bias, out", "weight.packed, nullptr, out"),
+}
+"""In forward.cpp."""
+
+
 def compile_in(path: Path, variant: str, sources: Sequence[str]) -> Path:
     """The object of sources in a folder, with the flags of the build."""
     made = path / "mutant.so"
@@ -196,6 +213,7 @@ def compile_in(path: Path, variant: str, sources: Sequence[str]) -> Path:
 PROGRAMS = (["guarded"], ["row_checks", "11", "60"], ["checks", VARIANT, "11", "12"])
 TILE_PROGRAMS = (["guarded"], ["checks", build.AMX, "11", "12"])
 PRODUCT_PROGRAMS = (["product_guarded"], ["product_checks", "11", "60"])
+FORWARD_PROGRAMS = (["forward_checks", "11", "60"],)
 
 
 def found_by(path: Path, programs: Sequence[list[str]] = PROGRAMS) -> str | None:
@@ -257,6 +275,9 @@ PARTS = {
     "products on AVX-512": products_of(build.AVX512, VECTOR_MUTANTS),
     "products on AVX2": products_of(build.AVX2, AVX2_MUTANTS),
     "tiles": Part(build.AMX, KERNEL, build.SOURCES, TILE_MUTANTS, TILE_PROGRAMS),
+    "forward pass": Part(
+        build.PLAIN, "forward.cpp", build.PLAIN_SOURCES, FORWARD_MUTANTS, FORWARD_PROGRAMS
+    ),
 }
 
 

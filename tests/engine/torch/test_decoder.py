@@ -75,10 +75,14 @@ def test_packed_linear(rows: int, dtype: torch.dtype, bias: bool) -> None:
     generator = torch.Generator().manual_seed(rows)
     layer = torch.nn.Linear(40, 24, bias).to(dtype)
     other = torch.nn.Linear(40, 8, bias).to(dtype)
-    given = torch.randn(1, rows, 40, generator=generator).to(dtype)
+    given = torch.randn(rows, 40, generator=generator).to(dtype)
     with torch.inference_mode():
         want = torch.cat((layer(given), other(given)), -1)
-        for got in (linear(layer)(given), stacked((layer, other))(given)):
+        made = [linear(layer)(given), stacked((layer, other))(given)]
+        model = torch.nn.Sequential(layer)
+        pack_linears(model)
+        made.append(model(given[None])[0])
+        for got in made:
             torch.testing.assert_close(got, want[..., : got.shape[-1]], rtol=1e-2, atol=1e-3)
 
 
