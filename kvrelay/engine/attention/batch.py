@@ -25,8 +25,8 @@ class Batch:
     All of it is in host memory. ``spans`` [n, 4] has of each work its first packed row, its first
     position, its number of positions, and where its block table begins in ``blocks``, the joined
     tables as far as the works read them. The first ``decodes`` works are decode entries. ``tokens``
-    and ``positions`` are [T]. ``logit_rows`` [R] are packed rows, ``samples`` the caller's indices.
-    ``words`` are further numbers that a device needs after the forward pass.
+    and ``positions`` are [T]. ``logit_rows`` [R] are packed rows in ascending order, ``samples``
+    the caller's indices. ``words`` are further numbers that a device needs after the forward pass.
     """
 
     spans: NDArray[np.int64]
@@ -113,29 +113,26 @@ class Packer:
         """Pack the works for one forward pass."""
         order = sorted(range(len(works)), key=lambda index: _rank(works[index]))
         packed = [works[index] for index in order]
-        blocks, sizes = self._tables(packed)
-        spans = np.empty((len(works), 4), np.int64)
-        spans[:, 1] = [work.start for work in packed]
-        spans[:, 2] = [work.count for work in packed]
-        ends = np.cumsum(spans[:, 2])
-        spans[:, 0] = ends - spans[:, 2]
-        spans[:, 3] = np.cumsum(sizes) - sizes
+        tables = [self._made(work) for work in packed]
+        spans, samples, logit_rows = [], [], []
+        rows = offset = 0
+        for index, work, table in zip(order, packed, tables, strict=True):
+            spans.append((rows, work.start, work.count, offset))
+            rows, offset = rows + work.count, offset + table.size
+            if work.sampling is not None:
+                samples.append(index)
+                logit_rows.append(rows - 1)
+        joined = np.array(spans, np.int64)
         tokens = chain.from_iterable(w.tokens[w.start : w.start + w.count] for w in packed)
-        sampling = [place for place, work in enumerate(packed) if work.sampling is not None]
         return Batch(
-            spans=spans,
-            blocks=blocks,
+            spans=joined,
+            blocks=np.concatenate(tables),
             decodes=sum(map(is_decode, packed)),
-            tokens=np.fromiter(tokens, np.int64, int(ends[-1])),
-            positions=positions_of(spans),
-            logit_rows=ends[sampling] - 1,
-            samples=tuple(order[place] for place in sampling),
+            tokens=np.fromiter(tokens, np.int64, rows),
+            positions=positions_of(joined),
+            logit_rows=np.array(logit_rows, np.int64),
+            samples=tuple(samples),
         )
-
-    def _tables(self, works: Sequence[Work]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """The block tables one behind another, and the size of each."""
-        made = [self._made(work) for work in works]
-        return np.concatenate(made), np.array([table.size for table in made], np.int64)
 
     def _made(self, work: Work) -> NDArray[np.int32]:
         known = self._foreseen.get(id(work))
@@ -150,7 +147,8 @@ class Packer:
 
 
 def _on(array: NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    here = torch.from_numpy(array)
+    return here if device.type == "cpu" else here.to(device, non_blocking=True)
 
 
 def is_decode(work: Work) -> bool:

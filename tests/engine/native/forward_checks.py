@@ -15,7 +15,7 @@ import torch
 from kvrelay.engine.attention.batch import pack
 from kvrelay.engine.attention.native.backend import NativeBackend
 from kvrelay.engine.attention.native.build import PLAIN
-from kvrelay.engine.attention.native.forward import ForwardFunction, forward_function
+from kvrelay.engine.attention.native.forward import ForwardFunctions, forward_functions
 from kvrelay.engine.attention.native.library import load_product, products_of
 from kvrelay.engine.attention.native.products import Products, tiled
 from kvrelay.engine.attention.pool import KVPool, PoolShape
@@ -108,19 +108,19 @@ def works(rng: random.Random, vocab: int) -> list[Work]:
     return found
 
 
-def check_random(function: ForwardFunction, seed: int, cases: int) -> None:
+def check_random(functions: ForwardFunctions, seed: int, cases: int) -> None:
     """The logits and all K and V are those of the same kernels called one by one, to the bit."""
     before = torch.get_num_threads()
     try:
         for case in range(cases):
             rng = random.Random(f"{seed} {case}")
             torch.set_num_threads(rng.choice((1, 2, 3)))
-            check_step(function, draw(rng), rng, f"seed {seed}, case {case}")
+            check_step(functions, draw(rng), rng, f"seed {seed}, case {case}")
     finally:
         torch.set_num_threads(before)
 
 
-def check_step(function: ForwardFunction, drawn: Drawn, rng: random.Random, what: str) -> None:
+def check_step(functions: ForwardFunctions, drawn: Drawn, rng: random.Random, what: str) -> None:
     asked = works(rng, drawn.vocab)
     kept = drawn.pool.tensor.clone()
     made = []
@@ -130,7 +130,7 @@ def check_step(function: ForwardFunction, drawn: Drawn, rng: random.Random, what
         compiled = compiled_decoder(drawn.weights, backend)
         assert isinstance(compiled, CompiledDecoder)
         single = NativeDecoder(drawn.weights, backend.rows)
-        forward = replace(compiled, function=function) if one_call else single
+        forward = replace(compiled, functions=functions) if one_call else single
         step = backend.step(pack(asked, BLOCK))
         inputs = step.inputs
         logits = forward.logits(inputs.tokens, inputs.positions, step, inputs.rows)
@@ -142,4 +142,4 @@ def check_step(function: ForwardFunction, drawn: Drawn, rng: random.Random, what
 
 
 if __name__ == "__main__":
-    check_random(forward_function(ctypes.CDLL(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]))
+    check_random(forward_functions(ctypes.CDLL(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]))

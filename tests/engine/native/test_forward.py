@@ -13,7 +13,7 @@ import torch
 from kvrelay.engine.attention.batch import pack
 from kvrelay.engine.attention.native.backend import NativeBackend
 from kvrelay.engine.attention.native.build import PLAIN
-from kvrelay.engine.attention.native.forward import forward_function
+from kvrelay.engine.attention.native.forward import forward_functions
 from kvrelay.engine.attention.native.library import (
     FORCED_PRODUCTS,
     ONEDNN,
@@ -52,7 +52,7 @@ def run(forward: CompiledDecoder, drawn: Drawn, work: Work) -> torch.Tensor:
 def test_random_models_and_steps(compiled: None) -> None:
     seed = random.randrange(1 << 31)
     print(f"seed {seed}")
-    forward_checks.check_random(forward_function(open_object(PLAIN)), seed, 60)
+    forward_checks.check_random(forward_functions(open_object(PLAIN)), seed, 60)
 
 
 @pytest.mark.parametrize("products", ["", ONEDNN])
@@ -72,15 +72,20 @@ def test_what_a_step_may_not_be(drawn: Drawn) -> None:
     late = Work([0] * (POSITIONS + 1), POSITIONS, 1, list(range(11)), 1, None)
     with pytest.raises(IndexError, match=f"position {POSITIONS} of {POSITIONS}"):
         run(forward, drawn, late)
-    with pytest.raises(IndexError):
-        run(forward, drawn, Work([drawn.vocab], 0, 1, [0], 1, None))
+    for token in (drawn.vocab, -1):
+        with pytest.raises(IndexError, match=f"not one of {drawn.vocab}"):
+            run(forward, drawn, Work([token], 0, 1, [0], 1, None))
     step = NativeBackend(drawn.pool).step(pack([Work([0, 0], 0, 2, [0], 2, None)], BLOCK))
     inputs = step.inputs
     for positions, rows in ((inputs.positions[:, :1], 0), (inputs.positions, 3)):
         with pytest.raises(ValueError, match="2 rows"):
             forward.logits(inputs.tokens, positions, step, torch.zeros(rows, dtype=torch.int64))
     with pytest.raises(MemoryError, match="1 rows"):
-        run(replace(forward, function=lambda *_: 1), drawn, Work([0], 0, 1, [0], 1, None))
+        run(
+            replace(forward, functions=replace(forward.functions, forward=lambda *_: 1)),
+            drawn,
+            Work([0], 0, 1, [0], 1, None),
+        )
 
 
 def _other_norm(weights: DecoderWeights) -> DecoderWeights:
@@ -88,7 +93,7 @@ def _other_norm(weights: DecoderWeights) -> DecoderWeights:
 
 
 def _other_angles(weights: DecoderWeights) -> DecoderWeights:
-    return replace(weights, angles=weights.angles[:, :1])
+    return replace(weights, angles=weights.angles.float())
 
 
 def _not_packed(weights: DecoderWeights) -> DecoderWeights:
@@ -106,5 +111,5 @@ def test_weights_that_do_not_fit_are_refused(
     drawn: Drawn, wrong: Callable[[DecoderWeights], DecoderWeights]
 ) -> None:
     """Compiled code would read other memory."""
-    with pytest.raises(ValueError, match=r"norm of|angles|not packed|weight of"):
+    with pytest.raises(ValueError, match=r"weights are|not packed|weight of"):
         compiled_decoder(wrong(drawn.weights), NativeBackend(drawn.pool))

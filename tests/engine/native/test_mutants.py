@@ -186,8 +186,8 @@ TILE_MUTANTS = {
 
 
 FORWARD_MUTANTS = {
-    "the sum before a norm is left out": ("norm(added, layer.before", "norm(nullptr, layer.before"),
-    "the last layer's sum is left out": ("norm(added, model.norm)", "norm(nullptr, model.norm)"),
+    "the sum before a norm is left out": ("norm(more, layer.before", "norm(nullptr, layer.before"),
+    "the last layer's sum is left out": ("norm(more, model.norm)", "norm(nullptr, model.norm)"),
     "values are left where keys are": (
         "call.key + bytes * model.width",
         "call.query + bytes * model.width",
@@ -195,7 +195,7 @@ FORWARD_MUTANTS = {
     "every layer has the K and V of the first": ("call.layer = layer;", "call.layer = 0;"),
     "keys are not rotated": ("model.queries + model.kv_heads;", "model.queries;"),
     "the first rows are kept": ("all + step.kept_rows[i] * size", "all + i * size"),
-    "kept rows are added to the first": ("keep(step.hidden, model.size);", ""),
+    "kept rows are added to the first": ("keep(hidden, model.size);", ""),
     "rows are kept after the first layer": ("number == model.count - 1", "number == 0"),
     "a bias is left out": ("weight.packed, weight.bias, out", "weight.packed, nullptr, out"),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from kvrelay.engine.attention.batch import Batch, ModelInputs
@@ -44,7 +45,7 @@ class NativeBackend:
     def step(self, batch: Batch) -> NativeStep:
         """The kernel reads the spans and block tables of the batch where they are."""
         blocks = batch.blocks
-        if blocks.min() < 0 or blocks.max() >= self.pool.shape.num_blocks:
+        if blocks.view(np.uint32).max() >= self.pool.shape.num_blocks:  # or below zero
             raise IndexError(f"a block table leaves the pool of {self.pool.shape.num_blocks}")
         arguments = KernelArguments.from_buffer_copy(self._template)
         arguments.n = len(batch.spans)
@@ -56,7 +57,7 @@ class NativeBackend:
             inputs=batch.inputs(self.pool.device),
             layers=shape.num_layers,
             rows=len(batch.tokens),
-            last_position=int(batch.lengths.max()) - 1,
+            last_position=int(batch.positions.max()),
             heads=shape.num_kv_heads,
             width=shape.head_dim,
             dtype=self.pool.tensor.dtype,

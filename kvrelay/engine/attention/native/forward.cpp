@@ -1,9 +1,23 @@
 // The order of operations is that of model/native_decoder.py.
 #include "forward.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace {
+
+// Elements of a row of the memory between kernels.
+struct Sizes {
+  int64_t joint = 0, wide = 0;  // before attention and activation, and behind them
+
+  explicit Sizes(const Decoder& model) {
+    for (int64_t i = 0; i < model.count; i++) {
+      const Layer& layer = model.layers[i];
+      joint = std::max({joint, layer.qkv.columns, layer.gate_up.columns});
+      wide = std::max({wide, layer.out.numbers, layer.down.numbers});
+    }
+  }
+};
 
 struct Pass {
   const Decoder& model;
@@ -13,10 +27,28 @@ struct Pass {
   const long bytes = model.kind == FLOAT32 ? 4 : 2;
   int64_t rows = step.rows;  // the kept ones alone, from the last attention on
   bool failed = false;
+  char *hidden = step.room, *normed, *added, *joint, *wide;
 
-  void norm(const char* added, const Norm& norm) {
-    kernels.norm(added, step.hidden, norm.weight, step.normed, rows, model.size, model.kind,
-                 norm.epsilon, threads, kernels.parallel);
+  Pass(const Decoder& model, const Step& step) : model(model), step(step) {
+    const long size = rows * model.size * bytes;
+    normed = hidden + size;
+    added = normed + size;
+    joint = added + size;
+    wide = joint + rows * Sizes(model).joint * bytes;
+  }
+
+  bool embed() {
+    const long size = model.size * bytes;
+    for (int64_t i = 0; i < rows; i++) {
+      if (step.tokens[i] < 0 || step.tokens[i] >= model.vocab) return false;
+      memcpy(hidden + i * size, model.embedding + step.tokens[i] * size, size_t(size));
+    }
+    return true;
+  }
+
+  void norm(const char* more, const Norm& norm) {
+    kernels.norm(more, hidden, norm.weight, normed, rows, model.size, model.kind, norm.epsilon,
+                 threads, kernels.parallel);
   }
 
   void product(const char* x, const Weight& weight, char* out) {
@@ -26,16 +58,16 @@ struct Pass {
 
   void attend(int64_t layer, const Weight& qkv, const Norm& heads) {
     const int64_t turning = model.queries + model.kv_heads;
-    kernels.rotate(step.joint, model.angles, step.positions, heads.weight, rows, qkv.columns,
-                   turning, model.width, model.kind, heads.epsilon, threads, kernels.parallel);
+    kernels.rotate(joint, model.angles, step.positions, heads.weight, rows, qkv.columns, turning,
+                   model.width, model.kind, heads.epsilon, threads, kernels.parallel);
     Arguments& call = *step.attention;
     call.layer = layer;
     call.group = model.queries / model.kv_heads;
     call.scale = model.scale;
-    call.query = step.joint;
+    call.query = joint;
     call.key = call.query + bytes * model.width * model.queries;
     call.value = call.key + bytes * model.width * model.kv_heads;
-    call.out = step.wide;
+    call.out = wide;
     call.q_row = call.k_row = call.v_row = qkv.columns;
     call.q_head = call.k_head = call.v_head = call.o_head = model.width;
     call.o_row = model.queries * model.width;
@@ -49,31 +81,36 @@ struct Pass {
   }
 
   int run() {
-    const char* added = nullptr;
+    if (!embed()) return 2;
+    const char* more = nullptr;
     for (int64_t number = 0; number < model.count && !failed; number++) {
       const Layer& layer = model.layers[number];
-      norm(added, layer.before_attention);
-      product(step.normed, layer.qkv, step.joint);
+      norm(more, layer.before_attention);
+      product(normed, layer.qkv, joint);
       attend(number, layer.qkv, layer.heads);
       if (number == model.count - 1) {  // nothing reads its other rows
-        keep(step.wide, layer.out.numbers);
-        keep(step.hidden, model.size);
+        keep(wide, layer.out.numbers);
+        keep(hidden, model.size);
         rows = step.kept;
       }
-      product(step.wide, layer.out, step.added);
-      norm(step.added, layer.before_mlp);
-      product(step.normed, layer.gate_up, step.joint);
-      kernels.gate(step.joint, step.wide, rows, layer.down.numbers, model.kind, threads,
-                   kernels.parallel);
-      product(step.wide, layer.down, step.added);
-      added = step.added;
+      product(wide, layer.out, added);
+      norm(added, layer.before_mlp);
+      product(normed, layer.gate_up, joint);
+      kernels.gate(joint, wide, rows, layer.down.numbers, model.kind, threads, kernels.parallel);
+      product(wide, layer.down, added);
+      more = added;
     }
-    norm(added, model.norm);
-    product(step.normed, model.head, step.logits);
+    norm(more, model.norm);
+    product(normed, model.head, step.logits);
     return failed;
   }
 };
 
 }  // namespace
 
-int kvrelay_forward(const Decoder* decoder, const Step* step) { return Pass{*decoder, *step}.run(); }
+int64_t kvrelay_forward_room(const Decoder* decoder) {
+  const Sizes sizes(*decoder);
+  return (decoder->kind == FLOAT32 ? 4 : 2) * (3 * decoder->size + sizes.joint + sizes.wide);
+}
+
+int kvrelay_forward(const Decoder* decoder, const Step* step) { return Pass(*decoder, *step).run(); }

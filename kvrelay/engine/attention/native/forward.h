@@ -39,21 +39,22 @@ struct Decoder {
   int64_t count;  // of layers
   Norm norm;
   Weight head;
-  const char* angles;  // [positions, 2, width / 2]
-  int64_t size, queries, kv_heads, width, kind;
+  const char *embedding, *angles;  // [vocab, size], [positions, 2, width / 2]
+  int64_t vocab, size, queries, kv_heads, width, kind;
   double scale;
 };
 
 // A step of `rows` rows, of which `kept` get logits: ascending numbers of rows. `attention` has the
-// step's and the pool's part. `hidden` [rows, size] holds embeddings and is overwritten; the other
-// memory is `normed` and `added` as large, `joint` [rows, the largest of the joint products' rows],
-// `wide` [rows, the largest of what `out` and `down` read].
+// step's and the pool's part. `room` has as many bytes as `kvrelay_forward_room` says.
 struct Step {
   Arguments* attention;
-  const int64_t *positions, *kept_rows;
+  const int64_t *tokens, *positions, *kept_rows;
   int64_t rows, kept;
-  char *hidden, *normed, *added, *joint, *wide, *logits;
+  char *room, *logits;
 };
 
-// Returns 0, or 1 if a kernel has no memory.
+// Bytes of memory that a forward pass needs for each row.
+EXPORTED int64_t kvrelay_forward_room(const Decoder* decoder);
+
+// Returns 0, 1 if a kernel has no memory, 2 for a token beyond the embedding.
 EXPORTED int kvrelay_forward(const Decoder* decoder, const Step* step);

@@ -1,9 +1,10 @@
-"""The structures of forward.h, and the call that computes a whole forward pass."""
+"""The structures and functions of forward.h: a whole forward pass in one call."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvrelay.engine.attention.native.library import NativeKernel
 from kvrelay.engine.attention.native.products import Products
@@ -11,9 +12,6 @@ from kvrelay.engine.attention.native.products import Products
 _NUMBER = ctypes.c_int64
 _AT = ctypes.c_void_p
 _REAL = ctypes.c_double
-
-ForwardFunction = Callable[["ForwardDecoder", "ForwardStep"], int]
-"""``kvrelay_forward``."""
 
 
 class ForwardNorm(ctypes.Structure):
@@ -54,8 +52,8 @@ class ForwardDecoder(ctypes.Structure):
         ("count", _NUMBER),
         ("norm", ForwardNorm),
         ("head", ForwardWeight),
-        ("angles", _AT),
-        *((name, _NUMBER) for name in ("size", "queries", "kv_heads", "width", "kind")),
+        *((name, _AT) for name in ("embedding", "angles")),
+        *((name, _NUMBER) for name in ("vocab", "size", "queries", "kv_heads", "width", "kind")),
         ("scale", _REAL),
     )
 
@@ -64,9 +62,9 @@ class ForwardStep(ctypes.Structure):
     """The rows of a step and the memory of its forward pass."""
 
     _fields_ = (
-        *((name, _AT) for name in ("attention", "positions", "kept_rows")),
+        *((name, _AT) for name in ("attention", "tokens", "positions", "kept_rows")),
         *((name, _NUMBER) for name in ("rows", "kept")),
-        *((name, _AT) for name in ("hidden", "normed", "added", "joint", "wide", "logits")),
+        *((name, _AT) for name in ("room", "logits")),
     )
 
 
@@ -77,13 +75,24 @@ def kernels_of(kernel: NativeKernel, products: Products) -> ForwardKernels:
     return ForwardKernels(*(_address(function) for function in functions), kernel.parallel)
 
 
-def forward_function(loaded: ctypes.CDLL) -> ForwardFunction:
-    """The call of a loaded object; it returns 1 if there is no memory, else 0."""
-    function = loaded.kvrelay_forward
-    function.restype = ctypes.c_int
-    function.argtypes = [ctypes.POINTER(ForwardDecoder), ctypes.POINTER(ForwardStep)]
-    called: ForwardFunction = function
-    return called
+@dataclass(frozen=True, slots=True)
+class ForwardFunctions:
+    """``forward`` returns 1 if there is no memory, 2 for a token beyond the embedding, else 0.
+
+    ``room`` are the bytes of memory that it needs for each row.
+    """
+
+    forward: Callable[[ForwardDecoder, ForwardStep], int]
+    room: Callable[[ForwardDecoder], int]
+
+
+def forward_functions(loaded: ctypes.CDLL) -> ForwardFunctions:
+    """Those of a loaded object."""
+    model, step = ctypes.POINTER(ForwardDecoder), ctypes.POINTER(ForwardStep)
+    loaded.kvrelay_forward.argtypes = [model, step]
+    loaded.kvrelay_forward_room.argtypes = [model]
+    loaded.kvrelay_forward_room.restype = ctypes.c_int64
+    return ForwardFunctions(loaded.kvrelay_forward, loaded.kvrelay_forward_room)
 
 
 def _address(function: object) -> int | None:
