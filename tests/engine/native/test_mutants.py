@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import runpy
 import shutil
 import subprocess
 import sys
@@ -216,12 +218,33 @@ PRODUCT_PROGRAMS = (["product_guarded"], ["product_checks", "11", "60"])
 FORWARD_PROGRAMS = (["forward_checks", "11", "60"],)
 
 
+# Processes that have imported torch already: they are forked for every program.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [
+        f"tests.engine.native.{name}"
+        for name in ("checks", "guarded", "product_guarded", "forward_checks")
+    ]
+)
+
+
+def run_program(name: str, *words: str) -> None:
+    """As ``python -m`` does."""
+    sys.argv = [name, *words]
+    runpy.run_module(f"tests.engine.native.{name}", run_name="__main__")
+
+
 def found_by(path: Path, programs: Sequence[list[str]] = PROGRAMS) -> str | None:
     """The name of the program that fails on an object, or ``None``."""
-    for words in ([name, str(path), *rest] for name, *rest in programs):
-        command = [sys.executable, "-m", f"tests.engine.native.{words[0]}", *words[1:]]
-        if subprocess.run(command, capture_output=True, timeout=SECONDS).returncode != 0:
-            return words[0]
+    for name, *rest in programs:
+        process = FORKS.Process(target=run_program, args=(name, str(path), *rest))
+        process.start()
+        process.join(SECONDS)
+        if process.is_alive():
+            process.kill()
+            raise TimeoutError(name)
+        if process.exitcode != 0:
+            return name
     return None
 
 
