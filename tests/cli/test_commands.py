@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import make_model
 from benchmarks import random_model as kvrelay_make_model
@@ -26,7 +27,7 @@ from kvrelay.engine.attention.native.library import (
     FORCED,
     FORCED_PRODUCTS,
     load_kernel,
-    load_products,
+    products_of,
 )
 from kvrelay.engine.attention.native.products import Products
 from kvrelay.errors import NotFound, Rejected
@@ -265,7 +266,7 @@ def test_doctor_says_what_multiplies_bfloat16(
     compiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By default what a worker uses; what was asked for in vain is named."""
-    products = load_products()
+    products = products_of(torch.bfloat16)
     if isinstance(products, Products):
         usual = ("ok", products.profile)
     else:

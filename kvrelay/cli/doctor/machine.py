@@ -211,13 +211,15 @@ def _native_attention() -> Diagnosis:
 
 def _products() -> Diagnosis:
     """What multiplies bfloat16 on the CPU."""
-    from kvrelay.engine.attention.native.library import load_products
+    import torch
+
+    from kvrelay.engine.attention.native.library import products_of
     from kvrelay.engine.attention.native.products import Products
 
     try:
-        found = load_products()
+        found = products_of(torch.bfloat16)
     except Rejected as error:
-        return Diagnosis("products", "absent", str(error), "workers in bfloat16 refuse to start")
+        return Diagnosis("products", "absent", str(error), "workers on the CPU refuse to start")
     if isinstance(found, Products):
         means = "workers on the CPU multiply bfloat16 with it"
         return Diagnosis("products", "ok", found.profile, means)

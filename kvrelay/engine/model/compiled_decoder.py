@@ -69,7 +69,7 @@ def compiled_decoder(weights: DecoderWeights, backend: NativeBackend) -> Compile
     ``ValueError`` if sizes or dtypes do not fit each other.
     """
     head, heads, dtype = weights.head, weights.heads, backend.pool.tensor.dtype
-    if not isinstance(head, TiledWeight) or dtype not in KINDS:
+    if not isinstance(head, TiledWeight):
         return None
     vocab, size = weights.embedding.shape
     joint, attended = (heads.queries + 2 * heads.keys) * heads.width, heads.queries * heads.width
@@ -80,16 +80,16 @@ def compiled_decoder(weights: DecoderWeights, backend: NativeBackend) -> Compile
         layer.before_mlp = _norm(each.before_mlp, (size,), dtype)
         if each.heads_norm is not None:
             layer.heads = _norm(each.heads_norm, turning, dtype)
-        layer.qkv = _weight(each.qkv, size, joint)
-        layer.out = _weight(each.out, attended, size)
-        layer.gate_up = _weight(each.gate_up, size)
-        layer.down = _weight(each.down, layer.gate_up.columns // 2, size)
+        layer.qkv = _weight(each.qkv, dtype, size, joint)
+        layer.out = _weight(each.out, dtype, attended, size)
+        layer.gate_up = _weight(each.gate_up, dtype, size)
+        layer.down = _weight(each.down, dtype, layer.gate_up.columns // 2, size)
     decoder = forward.ForwardDecoder(
         forward.kernels_of(backend.kernel, head.products),
         layers,
         len(layers),
         _norm(weights.norm, (size,), dtype),
-        _weight(head, size),
+        _weight(head, dtype, size),
         _address(weights.embedding, (vocab, size), dtype),
         _address(weights.angles, (len(weights.angles), 2, heads.width // 2), dtype),
         *(vocab, size, heads.queries, heads.keys, heads.width, KINDS[dtype]),
@@ -103,8 +103,10 @@ def _norm(norm: RmsNorm, shape: tuple[int, ...], dtype: torch.dtype) -> forward.
     return forward.ForwardNorm(_address(norm.weight, shape, dtype), norm.epsilon)
 
 
-def _weight(layer: Linear, numbers: int, columns: int | None = None) -> forward.ForwardWeight:
-    if not isinstance(layer, TiledWeight):
+def _weight(
+    layer: Linear, dtype: torch.dtype, numbers: int, columns: int | None = None
+) -> forward.ForwardWeight:
+    if not isinstance(layer, TiledWeight) or layer.products.dtype is not dtype:
         raise ValueError(f"a layer whose weight is not packed as the others are: {layer}")
     sizes = (layer.in_features, layer.out_features)
     if sizes != (numbers, layer.out_features if columns is None else columns):

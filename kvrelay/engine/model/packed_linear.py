@@ -1,7 +1,7 @@
 """Linear layers on the CPU whose weights are packed once at start.
 
-On x86 our own kernels multiply bfloat16 (``attention.native.products``), but for CPUs with
-AVX512-BF16 and no AMX. There, in float32 and on other CPUs oneDNN does.
+On x86 our own kernels multiply (``attention.native.products``), but not bfloat16 on CPUs with
+AVX512-BF16 and no AMX. There and on other CPUs oneDNN does.
 
 oneDNN, measured on a 2-core AVX-512 machine, one thread, 1024 x 6144: bfloat16 1.5 times (16
 rows) to 2.5 times (1 row) as fast as ``nn.Linear`` and equal to the bit; float32 3 times (16 rows),

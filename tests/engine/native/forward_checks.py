@@ -27,7 +27,7 @@ from kvrelay.engine.model.packed_linear import Linear
 from kvrelay.sampling import Sampling
 from tests.engine.native.checks import same
 
-DTYPE = "bfloat16"
+DTYPES = ("bfloat16", "float32")
 BLOCKS, BLOCK = 24, 4
 POSITIONS = 40
 
@@ -47,13 +47,15 @@ class Source:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.generator = torch.Generator().manual_seed(rng.randrange(1 << 31))
-        found = products_of(torch.bfloat16)
-        plain = Products(PLAIN, load_product(PLAIN), 0)
+        self.name = rng.choice(DTYPES)
+        self.dtype = getattr(torch, self.name)
+        found = products_of(self.dtype)
+        plain = Products(PLAIN, self.dtype, load_product(PLAIN), 0)
         self.products = found if isinstance(found, Products) and rng.random() < 0.7 else plain
         self.biases = rng.random() < 0.4
 
     def numbers(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self.generator).bfloat16()
+        return torch.randn(shape, generator=self.generator).to(self.dtype)
 
     def linear(self, numbers: int, columns: int) -> Linear:
         bias = self.numbers(columns) if self.biases else None
@@ -83,7 +85,7 @@ def draw(rng: random.Random) -> Drawn:
         )
         for _ in range(rng.choice((1, 2, 3)))
     )
-    pool = KVPool(PoolShape(BLOCKS, len(layers), BLOCK, keys, width, DTYPE))
+    pool = KVPool(PoolShape(BLOCKS, len(layers), BLOCK, keys, width, source.name))
     pool.tensor.copy_(source.numbers(*pool.tensor.shape))
     angles = source.numbers(POSITIONS, 2, width // 2)
     head = source.linear(size, vocab)

@@ -1,17 +1,17 @@
-"""What the products of any object must do; ``.. product_checks FILE SEED CASES`` runs it on one."""
+"""What any products must do; ``.. product_checks FILE VARIANT SEED CASES`` runs it on an object."""
 
 from __future__ import annotations
 
 import ctypes
 import random
 import sys
+from dataclasses import replace
 
 import torch
 
-from kvrelay.engine.attention.native.build import PLAIN
+from kvrelay.engine.attention.native.build import AMX, PLAIN
 from kvrelay.engine.attention.native.library import load_product, tiles_refused
 from kvrelay.engine.attention.native.products import (
-    ProductFunction,
     Products,
     TiledWeight,
     product_function,
@@ -26,46 +26,52 @@ COLUMNS = (1, 15, 16, 17, 31, 32, 33, 48, 100, 260, 544)
 SIZES = (1, 2, 31, 32, 33, 64, 70, 257, 300, 513, 1040)
 
 
-def numbers(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=generator).bfloat16()
+def dtypes_of(variant: str) -> tuple[torch.dtype, ...]:
+    """What an object multiplies."""
+    return (torch.bfloat16,) if variant == AMX else (torch.bfloat16, torch.float32)
+
+
+def numbers(own: Products, generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=generator).to(own.dtype)
 
 
 def layer(
-    function: ProductFunction,
+    own: Products,
     generator: torch.Generator,
     columns: int,
     size: int,
     bias: bool = False,
-    parallel: int = 0,
 ) -> tuple[TiledWeight, torch.Tensor, torch.Tensor | None]:
     """A product, its weight and its bias."""
-    weight = numbers(generator, columns, size)
-    added = numbers(generator, columns) if bias else None
-    return tiled(Products("", function, parallel), weight, added), weight, added
+    weight = numbers(own, generator, columns, size)
+    added = numbers(own, generator, columns) if bias else None
+    return tiled(own, weight, added), weight, added
 
 
 def of_plain(product: TiledWeight) -> TiledWeight:
     """The same weight, multiplied by the definition."""
-    plain = Products(PLAIN, load_product(PLAIN), 0)
-    sizes = (product.out_features, product.in_features)
-    return TiledWeight(plain, product.packed, product.bias, *sizes)
+    return replace(product, products=replace(product.products, function=load_product(PLAIN)))
 
 
-def check_random(function: ProductFunction, seed: int, cases: int) -> None:
+def check_random(own: Products, seed: int, cases: int) -> None:
     """As in float64, and a row as itself alone and in every cut."""
     for case in range(cases):
         rng = random.Random(f"{seed} {case}")
         generator = torch.Generator().manual_seed(rng.randrange(1 << 31))
         columns, size, rows = rng.choice(COLUMNS), rng.choice(SIZES), rng.choice(ROWS)
-        product, weight, bias = layer(function, generator, columns, size, rng.random() < 0.5)
+        product, weight, bias = layer(own, generator, columns, size, rng.random() < 0.5)
         told = f"seed {seed} case {case}: {rows} rows of {size}, {columns} columns"
-        x = numbers(generator, rows, size)
+        x = numbers(own, generator, rows, size)
         whole = product(x)
         wanted = x.double() @ weight.double().T
         if bias is not None:
             wanted += bias.double()
         scale = x.double().abs() @ weight.double().abs().T  # of the errors of float32
-        error = (whole.double() - wanted).abs() - wanted.abs() * 2**-8 - scale * 1e-6
+        error = (
+            (whole.double() - wanted).abs()
+            - wanted.abs() * torch.finfo(own.dtype).eps / 2
+            - scale * 1e-6
+        )
         assert float(error.max()) <= 0, f"{told}: off by {float(error.max())}"
         for row in {0, rows - 1, rng.randrange(rows)}:
             assert same(product(x[row : row + 1]), whole[row : row + 1]), f"{told}: row {row}"
@@ -76,48 +82,49 @@ def check_random(function: ProductFunction, seed: int, cases: int) -> None:
             first = last
 
 
-def check_every_count(function: ProductFunction) -> None:
+def check_every_count(own: Products) -> None:
     """Every number of rows, as in plain C++ to the bit."""
     generator = torch.Generator().manual_seed(3)
     for columns, size in ((33, 70), (48, 544)):
-        product, _, _ = layer(function, generator, columns, size, bias=True)
-        x = numbers(generator, 512, size)
+        product, _, _ = layer(own, generator, columns, size, bias=True)
+        x = numbers(own, generator, 512, size)
         wanted = of_plain(product)(x)
         for rows in ROWS:
             assert same(product(x[-rows:]), wanted[-rows:]), f"{rows} rows of {size}"
 
 
-def check_hidden_bits(function: ProductFunction) -> None:
+def check_hidden_bits(own: Products) -> None:
     """As in plain C++ in every bit of the float32 sum: what rounding hides is what remains.
 
     Further blocks of 32 numbers take the leading bits of each sum away, twice.
     """
     generator = torch.Generator().manual_seed(4)
     for size in (32, 64, 224):
-        x, weight = numbers(generator, 1, size), numbers(generator, 500, size)
+        x, weight = numbers(own, generator, 1, size), numbers(own, generator, 500, size)
         for _ in range(3):
-            product = tiled(Products("", function, 0), weight, None)
+            product = tiled(own, weight, None)
             leading = product(x)
             assert same(leading, of_plain(product)(x)), f"{x.shape[1]} numbers"
-            for rows in (2, 3, 4, 5, 6, 17):
+            for rows in (*range(2, 13), 17):
                 assert same(product(x.repeat(rows, 1)), leading.repeat(rows, 1)), f"{rows} rows"
-            one, taken = torch.zeros(1, 32).bfloat16(), torch.zeros(500, 32).bfloat16()
+            one = torch.zeros((1, 32), dtype=own.dtype)
+            taken = torch.zeros((500, 32), dtype=own.dtype)
             one[0, 5] = 1
             taken[:, 5] = -leading[0]
             x, weight = torch.cat((x, one), 1), torch.cat((weight, taken), 1)
 
 
-def check_unusual(function: ProductFunction) -> None:
+def check_unusual(own: Products) -> None:
     """NaNs, infinities and subnormal numbers: as in plain C++, and in their own row only."""
     generator = torch.Generator().manual_seed(5)
     for size in (33, 96):
-        product, _, _ = layer(function, generator, 40, size, bias=True)
+        product, _, _ = layer(own, generator, 40, size, bias=True)
         for tiny in (False, True):
-            x = numbers(generator, 37, size)
+            x = numbers(own, generator, 37, size)
             if tiny:  # sums of the smallest numbers, with and without a bias
                 x *= 2e-38
                 if size == 96:
-                    product = tiled(product.products, numbers(generator, 40, size), None)
+                    product = tiled(own, numbers(own, generator, 40, size), None)
             clean = product(x)
             assert same(clean, of_plain(product)(x)), f"tiny {tiny}"
             for value in (torch.nan, -torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-39, 3e38):
@@ -131,54 +138,59 @@ def check_unusual(function: ProductFunction) -> None:
                         assert same(got[other], clean[other]), f"{value} of {row} is in {other}"
 
 
-def check_threads(function: ProductFunction) -> None:
-    """The same bits on any number of threads; a tiny product wakes none."""
+def check_threads(own: Products) -> None:
+    """The same bits on any number of threads; what is tiny wakes none."""
     generator = torch.Generator().manual_seed(6)
     before = torch.get_num_threads()
     try:
         for rows, columns, size, woken in (
             (1, 700, 260, 1),
             (470, 333, 300, 2),  # to copy them first
+            (70, 333, 300, 2 if own.variant == AMX else 1),
             (3, 40, 40, 0),
         ):
             torch.set_num_threads(1)
-            product, _, _ = layer(function, generator, columns, size)
-            x = numbers(generator, rows, size)
+            product, _, _ = layer(own, generator, columns, size)
+            x = numbers(own, generator, rows, size)
             wanted = product(x)
             for threads in (2, 3, 8):
                 torch.set_num_threads(threads)
                 team = Team()
-                shared = Products("", function, team.address)
-                got = TiledWeight(shared, product.packed, product.bias, columns, size)(x)
-                assert same(got, wanted), f"{rows} rows on {threads} threads"
+                shared = replace(own, parallel=team.address)
+                assert same(replace(product, products=shared)(x), wanted), (
+                    f"{rows} rows on {threads} threads"
+                )
                 assert team.sizes == [threads] * woken
     finally:
         torch.set_num_threads(before)
 
 
-def check_sizes(function: ProductFunction) -> None:
+def check_sizes(own: Products) -> None:
     """No rows; rows that do not lie one after the other; a result larger than an L2 cache."""
     generator = torch.Generator().manual_seed(7)
     for columns in (480, 500):  # with and without aligned rows
-        product, _, _ = layer(function, generator, columns, 40)
-        x = numbers(generator, 1200, 40)
+        product, _, _ = layer(own, generator, columns, 40)
+        x = numbers(own, generator, 1200, 40)
         assert same(product(x), of_plain(product)(x)), f"{columns} columns"
-    product, _, _ = layer(function, generator, 20, 40)
-    assert product(numbers(generator, 0, 40)).shape == (0, 20)
-    wide = numbers(generator, 5, 90)
+    product, _, _ = layer(own, generator, 20, 40)
+    assert product(numbers(own, generator, 0, 40)).shape == (0, 20)
+    wide = numbers(own, generator, 5, 90)
     assert same(product(wide[:, 3:43]), product(wide[:, 3:43].contiguous()))
     assert same(product(wide[:1, :40].expand(3, -1)), product(wide[:1, :40]).expand(3, -1))
 
 
-def everything(function: ProductFunction, seed: int, cases: int) -> None:
+def everything(own: Products, seed: int, cases: int) -> None:
     """All checks."""
-    difference = products_differ(function, load_product(PLAIN))
+    difference = products_differ(own, load_product(PLAIN))
     assert difference is None, difference
     for check in (check_every_count, check_hidden_bits, check_unusual, check_threads, check_sizes):
-        check(function)
-    check_random(function, seed, cases)
+        check(own)
+    check_random(own, seed, cases)
 
 
 if __name__ == "__main__":
     tiles_refused()  # or not: an object with AMX may use them from now on
-    everything(product_function(ctypes.CDLL(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]))
+    path, kind, *count = sys.argv[1:]
+    for each in dtypes_of(kind):
+        loaded = product_function(ctypes.CDLL(path))
+        everything(Products(kind, each, loaded, 0), *(int(one) for one in count))

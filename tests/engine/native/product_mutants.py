@@ -82,59 +82,79 @@ VECTOR_MUTANTS = {
         "ODD ? pairs.odd : pairs.even;",
         "pairs.even;",
     ),
+    "weights of float32 at odd places are those at even ones": ("(pair + ODD * LINE)", "(pair)"),
     "numbers at odd places are those at even ones": ("x[i * DEPTH + ODD]", "x[i * DEPTH]"),
     "sums begin anew with every block": (
-        "add(load(sum), add(evens[i][j], odds[i][j]))",
+        "add(load(sum(i, j)), add(evens[i][j], odds[i][j]))",
         "add(evens[i][j], odds[i][j])",
     ),
+    "sums of float32 begin anew with every chunk": (
+        "evens[i][j] = load(sum(i, j));",
+        "evens[i][j] = zero();",
+    ),
     "a sum takes the products at even places first": (
-        "add(load(sum), add(evens[i][j], odds[i][j]))",
-        "add(add(load(sum), evens[i][j]), odds[i][j])",
+        "add(load(sum(i, j)), add(evens[i][j], odds[i][j]))",
+        "add(add(load(sum(i, j)), evens[i][j]), odds[i][j])",
+    ),
+    "float32 at even and at odd places is added up apart": (
+        "add_block<K, R, W>(x, packed, ahead, evens, evens);",
+        "for (auto& row : odds) for (auto& sum : row) sum = zero();\n"
+        "add_block<K, R, W>(x, packed, ahead, evens, odds);\n"
+        "for (int i = 0; i < R; i++)\n"
+        "for (int j = 0; j < W; j++) evens[i][j] = add(evens[i][j], odds[i][j]);",
     ),
     "one row is added up in another order": (
-        "add_pair<R, W, false>(x + 2 * pair, here, evens);",
-        "const long at = R == 1 ? DEPTH / 2 - 1 - pair : pair;\n"
-        "add_pair<R, W, false>(x + 2 * at, packed + at * LINE, evens);",
+        "add_numbers<K, false>(x + 2 * pair, packed, evens);",
+        "const long by = R == 1 ? DEPTH / 2 - 1 - 2 * pair : 0;\n"
+        "add_numbers<K, false>(x + 2 * (pair + by), packed + by * 2 * SIDE * K::BYTES, evens);",
     ),
     "two rows and more are added up in another order": (
-        "add_pair<R, W, true>(x + 2 * pair, here, odds);",
-        "const long at = R > 1 ? DEPTH / 2 - 1 - pair : pair;\n"
-        "add_pair<R, W, true>(x + 2 * at, packed + at * LINE, odds);",
+        "add_numbers<K, true>(x + 2 * pair, packed, odds);",
+        "const long by = R > 1 ? DEPTH / 2 - 1 - 2 * pair : 0;\n"
+        "add_numbers<K, true>(x + 2 * (pair + by), packed + by * 2 * SIDE * K::BYTES, odds);",
     ),
-    "left and right columns have one weight": ("packed + j * (STEP / 2)", "packed"),
+    "left and right columns have one weight": (
+        "<ODD>(packed + j * (BLOCK<K> / 2))",
+        "<ODD>(packed)",
+    ),
     "columns are left out": ("tile < TILES;", "tile < TILES - WIDTH;"),
     "every strip has a row too few": ("if (rows < R)", "if (rows <= R)"),
-    "the last task has the rows of the first": ("job.top + job.offset(i)", "job.offset(i)"),
+    "later rows are copies of the first": (
+        "(top + offset(strip) + i) * k",
+        "(offset(strip) + i) * k",
+    ),
+    "the last task has the rows of the first": (
+        "((top + offset(strip)) * n + column)",
+        "(offset(strip) * n + column)",
+    ),
     "the last rows of many are left out": ("job.top < rows;", "job.top < 1;"),
     "few products wake threads": ("SERIAL = 1e5", "SERIAL = 0"),
     "many products wake no threads": ("SERIAL = 1e5", "SERIAL = 1e15"),
-    "subnormal numbers count": ("  const Rounding rounding;\n", ""),
-    "the rest of a row is read from the next row": (
-        "load_bfloat16(count < VECTOR ? room : x)",
-        "load_bfloat16(x)",
+    "few rows are copied by all threads": ("double(tall * k) < SERIAL ? nullptr : team", "team"),
+    "subnormal numbers count": ("    const Rounding rounding;\n", ""),
+    "the rest of a row is read from the next row": ("left - at));", "VECTOR));"),
+    "the rest of a row is left out": (
+        "if (count > 0) memcpy(room, at, size_t(K::BYTES * count));",
+        ";",
     ),
-    "the rest of a row is left out": ("memcpy(room, x, size_t(2 * count));", ";"),
-    "later blocks of many rows are the first": (
-        "job.copy(i) + from * rows * DEPTH",
-        "job.copy(i)",
-    ),
-    "later blocks of a weight are the first": ("packed + from * STEP", "packed"),
-    "every strip has the rows of the first": ("(job.copy(i) + from", "(job.copy(0) + from"),
-    "the sums of two strips overlap": ("sums + job.offset(i) * PANEL", "sums + i * PANEL"),
-    "sums of the task before are kept": ("  memset(sums, 0", "  if (!panel) memset(sums, 0"),
-    "blocks behind the last are read": ("least(CHUNK, job.blocks - from)", "CHUNK"),
-    "columns beyond the last are written": (
-        "const long count = least(VECTOR, job.n - column);",
-        "const long count = VECTOR;",
-    ),
-    "rows beyond the last are read": ("least(FEW, bottom - top - offset(strip))", "FEW"),
-    "a bias is left out": ("job.bias ? add(sum, bias) : sum", "sum"),
-    "no bias is a bias of zeros": ("job.bias ? add(sum, bias) : sum", "add(sum, bias)"),
+    "later blocks of many rows are the first": ("(copy(i, from), here", "(copy(i, 0), here"),
+    "later blocks of a weight are the first": ("weight + from * BLOCK<K>", "weight"),
+    "every strip has the rows of the first": ("(copy(i, from), here", "(copy(0, from), here"),
+    "the sums of two strips overlap": ("sums + offset(i) * PANEL", "sums + i * PANEL"),
+    "sums of the task before are kept": ("if (from == 0) memset", "if (!panel && !from) memset"),
+    "sums of a chunk before are lost": ("if (from == 0) memset", "memset"),
+    "blocks behind the last are read": ("least(CHUNK<K>, blocks - from)", "CHUNK<K>"),
+    "columns beyond the last are written": (": sum, n - column);", ": sum, VECTOR);"),
+    "a bias beyond the last is read": ("column, n - column) : zero()", "column, VECTOR) : zero()"),
+    "rows beyond the last are read": ("least(K::FEW, bottom - top - offset(strip))", "K::FEW"),
+    "a bias is left out": ("bias ? add(sum, added) : sum", "sum"),
+    "no bias is a bias of zeros": ("bias ? add(sum, added) : sum", "add(sum, added)"),
+    "a NaN of float32 has the bits of its origin": ("canonical(x)", "x"),
     "the copies are too small": ("size_t(4 * tall * blocks * DEPTH)", "size_t(4 * tall * k)"),
 }
 
 AVX2_MUTANTS = {
     **VECTOR_MUTANTS,
-    "both tiles are the left one": ("packed + tile * (STEP / 2)", "packed"),
+    "both tiles are the left one": ("packed + tile * (BLOCK<K> / 2)", "packed"),
 }
 """On AVX-512 a strip computes both tiles at once, so the last one changes nothing there."""

@@ -214,7 +214,6 @@ def compile_in(path: Path, variant: str, sources: Sequence[str]) -> Path:
 
 PROGRAMS = (["guarded"], ["row_checks", "11", "60"], ["checks", VARIANT, "11", "12"])
 TILE_PROGRAMS = (["guarded"], ["checks", build.AMX, "11", "12"])
-PRODUCT_PROGRAMS = (["product_guarded"], ["product_checks", "11", "60"])
 FORWARD_PROGRAMS = (["forward_checks", "11", "60"],)
 
 
@@ -290,7 +289,8 @@ class Part:
 def products_of(variant: str, mutants: Mapping[str, tuple[str, str]]) -> Part:
     """The products of a variant, which need no other source."""
     file = build.PRODUCT_SOURCES[variant]
-    return Part(variant, file, (file,), mutants, PRODUCT_PROGRAMS)
+    programs = (["product_guarded", variant], ["product_checks", variant, "11", "60"])
+    return Part(variant, file, (file,), mutants, programs)
 
 
 PARTS = {

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,20 +17,13 @@ from kvrelay.engine.attention.native import build, library
 from kvrelay.engine.attention.native.library import (
     FORCED_PRODUCTS,
     load_product,
-    load_products,
     parallel,
+    products_of,
     runs,
     tiles_refused,
 )
-from kvrelay.engine.attention.native.products import (
-    NoProducts,
-    ProductFunction,
-    Products,
-    pack,
-    tiled,
-)
+from kvrelay.engine.attention.native.products import NoProducts, Products, pack, tiled
 from kvrelay.engine.attention.native.self_test import products_differ
-from kvrelay.engine.attention.pool import DTYPES
 from kvrelay.engine.model.loading import load_model
 from kvrelay.engine.model.packed_linear import linear
 from kvrelay.engine.numerics import numeric_profile
@@ -37,6 +31,8 @@ from kvrelay.errors import Rejected
 from tests.engine.native import product_checks
 from tests.engine.native.checks import same
 from tests.models import tiny_model
+
+BOTH = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @pytest.fixture(params=build.PRODUCT_SOURCES)
@@ -49,9 +45,13 @@ def variant(compiled: None, request: pytest.FixtureRequest) -> str:
     return name
 
 
-@pytest.fixture
-def function(variant: str) -> ProductFunction:
-    return load_product(variant)
+@pytest.fixture(params=BOTH)
+def own(variant: str, request: pytest.FixtureRequest) -> Products:
+    """The products of a variant in a dtype, on one thread."""
+    dtype = BOTH[request.param]
+    if dtype not in product_checks.dtypes_of(variant):
+        pytest.skip(f"{variant} has no {dtype}")
+    return Products(variant, dtype, load_product(variant), 0)
 
 
 @pytest.fixture
@@ -62,10 +62,10 @@ def fresh(compiled: None) -> Iterator[None]:
     library._load_products.cache_clear()
 
 
-def test_random_products(function: ProductFunction) -> None:
+def test_random_products(own: Products) -> None:
     seed = random.randrange(1 << 31)
     print(f"seed {seed}")
-    product_checks.check_random(function, seed, 100)
+    product_checks.check_random(own, seed, 100)
 
 
 @pytest.mark.parametrize(
@@ -78,89 +78,104 @@ def test_random_products(function: ProductFunction) -> None:
         product_checks.check_sizes,
     ],
 )
-def test_a_property(function: ProductFunction, check: Callable[[ProductFunction], None]) -> None:
-    check(function)
+def test_a_property(own: Products, check: Callable[[Products], None]) -> None:
+    check(own)
 
 
 @pytest.mark.parametrize("threads", [2, 3, 8])
-def test_torchs_own_threads(function: ProductFunction, threads: int) -> None:
+def test_torchs_own_threads(own: Products, threads: int) -> None:
     before = torch.get_num_threads()
-    x, weight = torch.randn(600, 520).bfloat16(), torch.randn(999, 520).bfloat16()
+    x, weight = torch.randn(600, 520).to(own.dtype), torch.randn(999, 520).to(own.dtype)
     try:
         torch.set_num_threads(threads)
-        got = tiled(Products("", function, parallel()), weight, None)(x)
+        got = tiled(replace(own, parallel=parallel()), weight, None)(x)
     finally:
         torch.set_num_threads(before)
-    assert same(got, tiled(Products("", function, 0), weight, None)(x))
+    assert same(got, tiled(own, weight, None)(x))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
 def test_nothing_else_is_read_or_written(variant: str) -> None:
     """In a process of its own, which a touch of another page would end."""
     path = build.FOLDER / build.object_name(variant)
-    command = [sys.executable, "-m", "tests.engine.native.product_guarded", str(path)]
+    command = [sys.executable, "-m", "tests.engine.native.product_guarded", str(path), variant]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, (done.returncode, done.stderr)
     assert done.stdout == "nothing else was touched\n"
 
 
-def test_the_plain_object_is_as_in_float64(compiled: None) -> None:
+@pytest.mark.parametrize("dtype", BOTH.values(), ids=BOTH)
+def test_the_plain_object_is_as_in_float64(compiled: None, dtype: torch.dtype) -> None:
     """On every machine: the definition, and the order of a packed weight."""
-    product_checks.check_random(load_product(build.PLAIN), 1, 6)
-    weight = torch.randn(33, 70).bfloat16()
+    plain = Products(build.PLAIN, dtype, load_product(build.PLAIN), 0)
+    product_checks.check_random(plain, 1, 6)
+    weight = torch.randn(33, 70).to(dtype)
     packed = pack(weight)
-    assert packed.shape == (2, 3, 2, 16, 16, 2)
-    assert packed[1, 2, 0, 2, 0, 1] == weight[32, 69]
+    if dtype is torch.bfloat16:
+        assert packed.shape == (2, 3, 2, 16, 16, 2)
+        assert packed[1, 2, 0, 2, 0, 1] == weight[32, 69]
+    else:
+        assert packed.shape == (2, 3, 2, 32, 16, 1)
+        assert packed[1, 2, 0, 5, 0, 0] == weight[32, 69]
     assert packed.count_nonzero() == weight.count_nonzero()
 
 
-def test_the_self_test_finds_a_wrong_product(function: ProductFunction) -> None:
+def test_the_self_test_finds_a_wrong_product(own: Products) -> None:
     plain = load_product(build.PLAIN)
-    assert products_differ(function, plain) is None
+    assert products_differ(own, plain) is None
 
     def nothing(*arguments: int | None) -> int:
         return 0
 
-    assert "not the bits of the plain kernel" in (products_differ(nothing, plain) or "")
+    wrong = products_differ(replace(own, function=nothing), plain)
+    assert "not the bits of the plain kernel" in (wrong or "")
 
 
-def test_operands_that_do_not_fit_are_refused(compiled: None) -> None:
-    products = Products(build.PLAIN, load_product(build.PLAIN), 0)
-    weight = torch.ones(4, 8).bfloat16()
+@pytest.mark.parametrize(
+    ("dtype", "other"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)],
+    ids=BOTH,
+)
+def test_operands_that_do_not_fit_are_refused(
+    compiled: None, dtype: torch.dtype, other: torch.dtype
+) -> None:
+    products = Products(build.PLAIN, dtype, load_product(build.PLAIN), 0)
+    weight = torch.ones((4, 8), dtype=dtype)
     product = tiled(products, weight, None)
     wrong: list[Callable[[], object]] = [
-        lambda: tiled(products, weight.float(), None),
-        lambda: tiled(products, weight, torch.ones(4)),
-        lambda: tiled(products, weight, torch.ones(3).bfloat16()),
+        lambda: tiled(products, weight.to(other), None),
+        lambda: tiled(products, weight, torch.ones(4, dtype=other)),
+        lambda: tiled(products, weight, torch.ones(3, dtype=dtype)),
         lambda: tiled(products, weight[:, :0], None),
-        lambda: product(torch.ones(2, 8)),
-        lambda: product(torch.ones(2, 7).bfloat16()),
+        lambda: product(torch.ones((2, 8), dtype=other)),
+        lambda: product(torch.ones((2, 7), dtype=dtype)),
     ]
     for call in wrong:
-        with pytest.raises(ValueError, match="bfloat16"):
+        with pytest.raises(ValueError, match=f"of .*{dtype}"):
             call()
 
 
 def test_layers_and_profile_follow_what_is_used(
     variant: str, fresh: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Workers with other products have profiles of their own; in float32 there is one."""
-    layer = torch.nn.Linear(40, 24).bfloat16()
-    x = torch.randn(3, 40).bfloat16()
-    folder = tiny_model("llama", tmp_path / "llama", DTYPES["bfloat16"])
-    profiles = {}
-    for name in (variant, library.ONEDNN):
-        monkeypatch.setenv(FORCED_PRODUCTS, name)
-        own = tiled(Products("", load_product(variant), 0), layer.weight, layer.bias)(x)
-        with torch.inference_mode():
-            torch.testing.assert_close(linear(layer)(x), own, rtol=1e-2, atol=1e-3)
-        for dtype in ("bfloat16", "float32"):
-            model = load_model(folder, dtype, "cpu")
-            assert isinstance(model.products, Products) == ((name, dtype) == (variant, "bfloat16"))
-            profiles[name, dtype] = numeric_profile(model, "auto", 1)
-    assert f"/products-1-{variant}/" in profiles[variant, "bfloat16"]
-    assert "products" not in profiles["onednn", "bfloat16"]
-    assert profiles[variant, "float32"] == profiles["onednn", "float32"]
+    """Workers with other products have profiles of their own."""
+    folder = tiny_model("llama", tmp_path / "llama", torch.bfloat16)
+    for name, dtype in BOTH.items():
+        used = variant if dtype in product_checks.dtypes_of(variant) else build.AVX512
+        layer = torch.nn.Linear(40, 24).to(dtype)
+        x = torch.randn(3, 40).to(dtype)
+        profiles = {}
+        for forced in (variant, library.ONEDNN):
+            monkeypatch.setenv(FORCED_PRODUCTS, forced)
+            own = Products("", dtype, load_product(used), 0)
+            wanted = tiled(own, layer.weight, layer.bias)(x)
+            with torch.inference_mode():
+                torch.testing.assert_close(linear(layer)(x), wanted, rtol=1e-2, atol=1e-3)
+            model = load_model(folder, name, "cpu")
+            assert isinstance(model.products, Products) == (forced == variant)
+            profiles[forced] = numeric_profile(model, "auto", 1)
+        assert f"/products-1-{used}/" in profiles[variant]
+        assert "products" not in profiles[library.ONEDNN]
 
 
 def test_a_refusal_of_the_system_is_said(
@@ -168,41 +183,58 @@ def test_a_refusal_of_the_system_is_said(
 ) -> None:
     """oneDNN multiplies instead, unless tiles were asked for."""
     monkeypatch.setattr(library, "tiles_refused", lambda: "the system refuses AMX tiles: reason")
-    assert load_products() == NoProducts("the system refuses AMX tiles: reason")
+    assert products_of(torch.bfloat16) == NoProducts("the system refuses AMX tiles: reason")
     monkeypatch.setenv(FORCED_PRODUCTS, "amx")
     with pytest.raises(Rejected, match=f"{FORCED_PRODUCTS}: amx cannot be used: the system"):
-        load_products()
+        products_of(torch.bfloat16)
     monkeypatch.setenv(FORCED_PRODUCTS, "mkl")
     with pytest.raises(Rejected, match="'mkl' is not one of amx, avx512, avx2, onednn"):
-        load_products()
+        products_of(torch.bfloat16)
     monkeypatch.setenv(FORCED_PRODUCTS, "onednn")
-    assert load_products() == NoProducts("KVRELAY_PRODUCTS=onednn", notable=False)
+    for dtype in BOTH.values():
+        assert products_of(dtype) == NoProducts("KVRELAY_PRODUCTS=onednn", notable=False)
 
 
 @pytest.mark.parametrize(
-    ("instructions", "variant"),
+    ("instructions", "half", "single"),
     [
-        ((build.AVX512_BF16, build.AVX512, build.AVX2), None),
-        ((build.AVX512, build.AVX2), build.AVX512),
-        ((build.AVX2,), build.AVX2),
-        ((), None),
+        ((build.AVX512_BF16, build.AVX512, build.AVX2), None, build.AVX512),
+        ((build.AVX512, build.AVX2), build.AVX512, build.AVX512),
+        ((build.AVX2,), build.AVX2, build.AVX2),
+        ((), None, None),
     ],
 )
 def test_without_tiles_the_best_products_are_used(
     fresh: None,
     monkeypatch: pytest.MonkeyPatch,
     instructions: tuple[str, ...],
-    variant: str | None,
+    half: str | None,
+    single: str | None,
 ) -> None:
     """oneDNN's on a processor that multiplies bfloat16; there is nothing to note."""
     monkeypatch.setattr(library, "tiles_refused", lambda: library.NO_TILES)
     monkeypatch.setattr(library, "runs", lambda name: name in instructions)
-    monkeypatch.setattr(library, "_tested", lambda name: Products(name, int, 0))
-    if variant:
-        assert load_products() == Products(variant, int, 0)
-    else:
-        reason = library.NO_TILES if instructions else "this processor has no avx2"
-        assert load_products() == NoProducts(reason, notable=False)
+    monkeypatch.setattr(library, "_tested", lambda name, dtype: Products(name, dtype, int, 0))
+    for dtype, variant in ((torch.bfloat16, half), (torch.float32, single)):
+        if variant:
+            assert products_of(dtype) == Products(variant, dtype, int, 0)
+        else:
+            reason = library.NO_TILES if instructions else "this processor has no avx2"
+            assert products_of(dtype) == NoProducts(reason, notable=False)
+    why = "they are for bfloat16 and float32"
+    assert products_of(torch.float16) == NoProducts(why, notable=False)
+
+
+@pytest.mark.parametrize("forced", ["", build.AMX])
+def test_beside_tiles_float32_has_the_best_vectors(
+    fresh: None, monkeypatch: pytest.MonkeyPatch, forced: str
+) -> None:
+    monkeypatch.setenv(FORCED_PRODUCTS, forced)
+    monkeypatch.setattr(library, "tiles_refused", lambda: "")
+    monkeypatch.setattr(library, "runs", lambda name: True)
+    monkeypatch.setattr(library, "_tested", lambda name, dtype: Products(name, dtype, int, 0))
+    assert products_of(torch.bfloat16) == Products(build.AMX, torch.bfloat16, int, 0)
+    assert products_of(torch.float32) == Products(build.AVX512, torch.float32, int, 0)
 
 
 @pytest.mark.parametrize("name", [build.AVX512, build.AVX2])
@@ -211,17 +243,23 @@ def test_what_this_processor_cannot_run_is_refused(
 ) -> None:
     monkeypatch.setattr(library, "runs", lambda name: False)
     monkeypatch.setenv(FORCED_PRODUCTS, name)
-    with pytest.raises(Rejected, match=f"{name} cannot be used: this processor has no {name}"):
-        load_products()
+    for dtype in BOTH.values():
+        with pytest.raises(Rejected, match=f"{name} cannot be used: this processor has no {name}"):
+            products_of(dtype)
 
 
-def test_all_products_have_the_same_bits(compiled: None) -> None:
+@pytest.mark.parametrize("dtype", BOTH.values(), ids=BOTH)
+def test_all_products_have_the_same_bits(compiled: None, dtype: torch.dtype) -> None:
     """A worker's products do not depend on which of them it has."""
-    here = [name for name in build.PRODUCT_SOURCES if runs(name)]
+    here = [
+        Products(name, dtype, load_product(name), 0)
+        for name in build.PRODUCT_SOURCES
+        if runs(name) and dtype in product_checks.dtypes_of(name)
+    ]
     if len(here) < 2:
         pytest.skip("needs a processor that runs two")
-    first, *others = (load_product(name) for name in here)
-    assert [products_differ(other, first) for other in others] == [None] * len(others)
+    first, *others = here
+    assert [products_differ(one, first.function) for one in others] == [None] * len(others)
 
 
 def test_what_was_not_compiled_is_not_used(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,32 +269,32 @@ def test_what_was_not_compiled_is_not_used(fresh: None, monkeypatch: pytest.Monk
         raise library.NoKernel(f"{name}: not compiled")
 
     monkeypatch.setattr(library, "tiles_refused", lambda: missing(build.PLAIN))
-    assert load_products() == NoProducts("plain: not compiled", notable=False)
+    assert products_of(torch.bfloat16) == NoProducts("plain: not compiled", notable=False)
     library._load_products.cache_clear()
     monkeypatch.setattr(library, "tiles_refused", lambda: "")
     monkeypatch.setattr(library, "load_product", missing)
-    assert load_products() == NoProducts("amx: not compiled")
+    assert products_of(torch.bfloat16) == NoProducts("amx: not compiled")
 
 
 def test_an_object_that_fails_its_test_is_not_used(
     variant: str, fresh: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FORCED_PRODUCTS, variant)
-    monkeypatch.setattr(library, "products_differ", lambda function, oracle: "other bits")
-    assert library._tested(variant) == NoProducts("other bits")
+    monkeypatch.setattr(library, "products_differ", lambda products, oracle: "other bits")
+    assert library._tested(variant, torch.bfloat16) == NoProducts("other bits")
     with pytest.raises(Rejected, match=f"{variant} cannot be used: other bits"):
-        load_products()
+        products_of(torch.bfloat16)
     library._load_products.cache_clear()
-    monkeypatch.setattr(library, "products_differ", lambda function, oracle: None)
+    monkeypatch.setattr(library, "products_differ", lambda products, oracle: None)
     monkeypatch.setattr(library, "parallel", lambda: 0)
     with pytest.raises(Rejected, match=f"{variant} cannot be used: torch has no GOMP_parallel"):
-        load_products()
+        products_of(torch.bfloat16)
 
 
-def test_a_forked_process_has_tiles(function: ProductFunction) -> None:
+def test_a_forked_process_has_tiles(own: Products) -> None:
     """A worker is forked from a process that may have asked for them before."""
-    x, weight = torch.randn(3, 64).bfloat16(), torch.randn(40, 64).bfloat16()
-    product = tiled(Products("", function, 0), weight, None)
+    x, weight = torch.randn(3, 64).to(own.dtype), torch.randn(40, 64).to(own.dtype)
+    product = tiled(own, weight, None)
     wanted = product(x)
     child = os.fork()
     if child == 0:

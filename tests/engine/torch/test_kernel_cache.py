@@ -10,6 +10,8 @@ import sys
 import pytest
 import torch
 
+from kvrelay.engine.attention.native.library import FORCED_PRODUCTS, ONEDNN
+
 pytestmark = [
     pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another libc"),
     pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN"),  # type: ignore[no-untyped-call]
@@ -42,7 +44,7 @@ print(told[1] - told[0], told[2] - told[1])
 def grown(**environ: str) -> tuple[int, int]:
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT],
-        env={**os.environ, **environ},
+        env={**os.environ, FORCED_PRODUCTS: ONEDNN, **environ},
         capture_output=True,
         text=True,
         check=True,

@@ -53,7 +53,7 @@ struct Pass {
 
   void product(const char* x, const Weight& weight, char* out) {
     failed |= kernels.product(x, weight.packed, weight.bias, out, rows, weight.columns,
-                              weight.numbers, threads, kernels.parallel) != 0;
+                              weight.numbers, model.kind, threads, kernels.parallel) != 0;
   }
 
   void attend(int64_t layer, const Weight& qkv, const Norm& heads) {

@@ -39,10 +39,11 @@ from kvrelay.engine.attention.native.rows import RowFunctions, row_functions
 from kvrelay.engine.attention.native.self_test import differs, products_differ, rows_differ
 from kvrelay.errors import Rejected
 
-# Environment variables for tests and comparisons: the attention variant, the bfloat16 products.
+# Environment variables for tests and comparisons: the attention variant, the products.
 FORCED = "KVRELAY_ATTENTION_VARIANT"
 FORCED_PRODUCTS = "KVRELAY_PRODUCTS"
 ONEDNN = "onednn"
+_MULTIPLIED = (torch.bfloat16, torch.float32)
 NO_TILES = "this processor has no AMX for bfloat16"
 
 Function = Callable[[KernelArguments], int]
@@ -140,59 +141,57 @@ def _load(forced: str) -> NativeKernel:
     raise NoKernel("; ".join(against))
 
 
-def load_products() -> Products | NoProducts:
-    """The bfloat16 products of this process: on AMX, AVX-512 or AVX2.
+def products_of(dtype: torch.dtype) -> Products | NoProducts:
+    """The CPU's products in a dtype: on AMX, AVX-512 or AVX2, in float32 on the latter two.
 
-    oneDNN's are used on AVX512-BF16 without AMX, where those on AVX2 are slower, and where ours
-    cannot be used. Raises ``Rejected`` if ``KVRELAY_PRODUCTS`` asks for what cannot be used here.
+    oneDNN's are used in bfloat16 on AVX512-BF16 without AMX, where those on AVX2 are slower, and
+    where ours cannot be used. Raises ``Rejected`` if ``KVRELAY_PRODUCTS`` asks for what cannot be
+    used here; in float32 ``amx`` asks for nothing.
     """
     forced = os.environ.get(FORCED_PRODUCTS, "")
     known = (*PRODUCT_SOURCES, ONEDNN)
     if forced and forced not in known:
         raise Rejected(FORCED_PRODUCTS, f"{forced!r} is not one of {', '.join(known)}")
+    if dtype not in _MULTIPLIED:
+        return NoProducts("they are for bfloat16 and float32", notable=False)
     if forced == ONEDNN:
         return NoProducts(f"{FORCED_PRODUCTS}={forced}", notable=False)
-    found = _load_products(forced)
+    if dtype is torch.float32 and forced == AMX:
+        forced = ""
+    found = _load_products(forced, dtype)
     if forced and isinstance(found, NoProducts):
         raise Rejected(FORCED_PRODUCTS, f"{forced} cannot be used: {found.reason}")
     return found
 
 
 @cache
-def _load_products(forced: str) -> Products | NoProducts:
+def _load_products(forced: str, dtype: torch.dtype) -> Products | NoProducts:
     """Those of a variant, or the best ones if ``forced`` is empty."""
     try:
-        if forced in ("", AMX):
+        if dtype is torch.bfloat16 and forced in ("", AMX):
             reason = tiles_refused()
             if not reason:
-                return _tested(AMX)
+                return _tested(AMX, dtype)
             if reason != NO_TILES or forced or runs(AVX512_BF16):
                 return NoProducts(reason, notable=reason != NO_TILES)
         name = forced or (AVX512 if runs(AVX512) else AVX2)
         if not runs(name):
             return NoProducts(f"this processor has no {name}", notable=False)
-        return _tested(name)
+        return _tested(name, dtype)
     except NoKernel as error:  # attention has logged it
         return NoProducts(str(error), notable=False)
 
 
-def products_of(dtype: torch.dtype) -> Products | NoProducts:
-    """The CPU's products in a dtype; ``Rejected`` as in ``load_products``."""
-    if dtype is torch.bfloat16:
-        return load_products()
-    return NoProducts("they are for bfloat16", notable=False)
-
-
-def _tested(variant: str) -> Products | NoProducts:
+def _tested(variant: str, dtype: torch.dtype) -> Products | NoProducts:
     """The products of an object that this processor can run, if they pass their self-test."""
     try:
-        function = load_product(variant)
-        against = products_differ(function, load_product(PLAIN))
+        found = Products(variant, dtype, load_product(variant), parallel())
+        against = products_differ(found, load_product(PLAIN))
     except NoKernel as error:
         return NoProducts(str(error))
-    if against is None and not parallel():
+    if against is None and not found.parallel:
         against = "torch has no GOMP_parallel"
-    return Products(variant, function, parallel()) if against is None else NoProducts(against)
+    return found if against is None else NoProducts(against)
 
 
 def tiles_refused() -> str:

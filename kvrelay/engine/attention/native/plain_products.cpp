@@ -11,27 +11,44 @@
 
 namespace {
 
-float at(const char* numbers, int64_t i) { return element(numbers, i, BFLOAT16); }
+// A row of numbers, with zeros behind its end.
+struct Row {
+  const char* numbers;
+  int64_t size, kind;
+  float operator[](int64_t i) const { return i < size ? element(numbers, i, kind) : 0.f; }
+};
+
+float sum_bfloat16(const Row& x, const char* tile, int64_t column) {
+  float y = 0.f;
+  for (int64_t block = 0; block * DEPTH < x.size; block++, tile += STEP)
+    y = add_block(y, [&](int64_t i) { return x[block * DEPTH + i]; }, [&](int64_t i) {
+      return element(tile, i / 2 * PANEL + column * 2 + i % 2, BFLOAT16);
+    });
+  return y;
+}
+
+float sum_float32(const Row& x, const char* tile, int64_t column) {
+  float y = 0.f;
+  for (int64_t block = 0; block * DEPTH < x.size; block++, tile += 2 * STEP)
+    for (int64_t i = 0; i < DEPTH; i++)
+      y = fmaf(x[block * DEPTH + i], element(tile, i * SIDE + column, FLOAT32), y);
+  return y;
+}
 
 }  // namespace
 
 int kvrelay_product(const char* x, const char* packed, const char* bias, char* out, int64_t rows,
-                    int64_t n, int64_t k, int64_t, Parallel) {
+                    int64_t n, int64_t k, int64_t kind, int64_t, Parallel) {
   const Rounding rounding;
-  const int64_t blocks = (k + DEPTH - 1) / DEPTH;
+  const int64_t blocks = (k + DEPTH - 1) / DEPTH, bytes = kind == FLOAT32 ? 4 : 2;
+  const int64_t step = STEP / 2 * bytes;
   for (int64_t row = 0; row < rows; row++)
     for (int64_t column = 0; column < n; column++) {
-      const char* tile = packed + column / PANEL * blocks * STEP + column % PANEL / SIDE * (STEP / 2);
-      float y = 0.f;
-      for (int64_t block = 0; block < blocks; block++, tile += STEP) {
-        const char* here = x + 2 * (row * k + block * DEPTH);
-        const int64_t count = k - block * DEPTH;
-        y = add_block(y, [&](int64_t i) { return i < count ? at(here, i) : 0.f; },
-                      [&](int64_t i) { return at(tile, i / 2 * PANEL + column % SIDE * 2 + i % 2); });
-      }
-      if (bias) y += at(bias, column);
-      const uint16_t half = bfloat16(y);
-      memcpy(out + 2 * (row * n + column), &half, 2);
+      const Row numbers{x + bytes * row * k, k, kind};
+      const char* tile = packed + column / PANEL * blocks * step + column % PANEL / SIDE * (step / 2);
+      float y = (kind == FLOAT32 ? sum_float32 : sum_bfloat16)(numbers, tile, column % SIDE);
+      if (bias) y += element(bias, column, kind);
+      put(out, row * n + column, y, kind);
     }
   return 0;
 }

@@ -6,16 +6,6 @@ namespace {
 
 int64_t bytes(int64_t kind) { return kind == FLOAT32 ? 4 : 2; }
 
-void put(char* at, int64_t i, float x, int64_t kind) {
-  if (kind == FLOAT32) {
-    const float y = x != x ? number(0x7fc00000) : x;
-    memcpy(at + 4 * i, &y, 4);
-    return;
-  }
-  const uint16_t half = kind == BFLOAT16 ? bfloat16(x) : to_half(x);
-  memcpy(at + 2 * i, &half, 2);
-}
-
 float through(float x, int64_t kind) {  // rounded to the kind
   if (kind == FLOAT32) return x;
   char room[2];

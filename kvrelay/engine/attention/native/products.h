@@ -1,13 +1,14 @@
-// Products of rows with a packed weight, in bfloat16: one call computes all rows of a step.
+// Products of rows with a packed weight: one call computes all rows of a step.
 //
-// out [rows, n] = x [rows, k] times the transpose of weight [n, k], plus a bias. An element is a
-// float32 sum over blocks of 32 numbers in ascending order, whatever the rows and threads; the bias
-// is added to it before it is rounded to bfloat16. Numbers below the smallest normal one are zero.
+// out [rows, n] = x [rows, k] times the transpose of weight [n, k], plus a bias; all are bfloat16 or
+// all are float32. An element is a float32 sum in an order that depends on neither rows nor threads:
+// in bfloat16 over blocks of 32 numbers in ascending order, in float32 over the numbers themselves.
+// The bias is added to it before it is rounded. Numbers below the smallest normal one are zero.
 // plain_products.cpp is the definition.
 //
 // A packed weight has zeros in the place of what is beyond n and k. It is made of panels of 32
 // columns, a panel of blocks of 32 numbers in ascending order, a block of two tiles of 16 columns,
-// a tile of [pair of numbers][column][2].
+// a tile of [pair of numbers][column][2] in bfloat16 and of [number][column] in float32.
 #pragma once
 
 #include "arguments.h"
@@ -15,13 +16,13 @@
 constexpr long DEPTH = 32;   // numbers of a row in a block
 constexpr long SIDE = 16;    // rows and columns of a tile
 constexpr long PANEL = 32;   // columns
-constexpr long STEP = 2048;  // bytes of a block of a panel
+constexpr long STEP = 2048;  // bytes of a block of a panel in bfloat16
 
 // `x` is [rows, k], `bias` [n] and may be null, `out` [rows, n]; one thread if `parallel` is null.
-// Returns 1 if there is no memory, else 0.
+// The object for AMX has no float32. Returns 1 if there is no memory, else 0.
 extern "C" __attribute__((visibility("default"))) int kvrelay_product(
     const char* x, const char* packed, const char* bias, char* out, int64_t rows, int64_t n,
-    int64_t k, int64_t threads, Parallel parallel);
+    int64_t k, int64_t kind, int64_t threads, Parallel parallel);
 
 // Asks for tiles: 0 if this process may use them, -1 if the processor has none that compute
 // bfloat16, else why the system refuses them, as in errno. All threads of the process have them.

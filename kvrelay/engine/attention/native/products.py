@@ -1,7 +1,7 @@
-"""Matrix products in bfloat16 on AMX, AVX-512 or AVX2. A row's result depends on itself alone.
+"""Matrix products on AMX, AVX-512 or AVX2. A row's result depends on itself alone.
 
-products.h defines the arithmetic of an element, which is the same on all three, and the packed
-layout of a weight.
+products.h defines the arithmetic of an element in bfloat16 and in float32, which is the same on
+all three, and the packed layout of a weight. AMX has no float32.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ from dataclasses import dataclass
 
 import torch
 
+from kvrelay.engine.attention.native.arguments import KINDS
+
 REVISION = 1  # of the arithmetic: increase it with every change of a result's bits
 _PANEL = 32
 _DEPTH = 32
 _SIDE = 16
+_WORD = 4  # bytes of one column of a tile: a float32 or a pair of bfloat16
 
 _NUMBER = ctypes.c_int64
 _AT = ctypes.c_void_p
-_PRODUCT = (_AT, _AT, _AT, _AT, _NUMBER, _NUMBER, _NUMBER, _NUMBER, _AT)
+_PRODUCT = (_AT, _AT, _AT, _AT, *(_NUMBER,) * 5, _AT)
 
 ProductFunction = Callable[..., int]
 """``kvrelay_product``; its arguments are those of products.h."""
@@ -27,9 +30,13 @@ ProductFunction = Callable[..., int]
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """A variant's compiled product, and ``GOMP_parallel`` of torch's threads (0: one thread)."""
+    """A variant's compiled product in a dtype.
+
+    ``parallel`` is ``GOMP_parallel`` of torch's threads (0: one thread).
+    """
 
     variant: str
+    dtype: torch.dtype
     function: ProductFunction
     parallel: int
 
@@ -52,7 +59,7 @@ class NoProducts:
 
 @dataclass(frozen=True, slots=True)
 class TiledWeight:
-    """A packed bfloat16 weight with its bias [out features], ready to multiply."""
+    """A packed weight with its bias [out features], ready to multiply."""
 
     products: Products
     packed: torch.Tensor
@@ -63,10 +70,11 @@ class TiledWeight:
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """[rows, in features] to [rows, out features]; ``ValueError`` for another dtype or size."""
         count, size = rows.shape
-        if rows.dtype is not torch.bfloat16 or size != self.in_features:
-            raise ValueError(f"rows of {size} {rows.dtype}: not bfloat16 of {self.in_features}")
+        dtype = self.products.dtype
+        if rows.dtype is not dtype or size != self.in_features:
+            raise ValueError(f"rows of {size} {rows.dtype}: not of {self.in_features} {dtype}")
         given = rows.contiguous()
-        out = torch.empty((count, self.out_features), dtype=torch.bfloat16)
+        out = torch.empty((count, self.out_features), dtype=dtype)
         failed = self.products.function(
             given.data_ptr(),
             self.packed.data_ptr(),
@@ -75,6 +83,7 @@ class TiledWeight:
             count,
             self.out_features,
             size,
+            KINDS[dtype],
             torch.get_num_threads(),
             self.products.parallel,
         )
@@ -84,26 +93,29 @@ class TiledWeight:
 
 
 def tiled(products: Products, weight: torch.Tensor, bias: torch.Tensor | None) -> TiledWeight:
-    """Pack a bfloat16 weight [out features, in features] on the CPU and its bias [out features].
+    """Pack a weight [out features, in features] on the CPU and its bias [out features].
 
-    ``ValueError`` if one has another dtype, their sizes differ or there are no in features.
+    ``ValueError`` if one is not of the products' dtype, their sizes differ or there are no in
+    features.
     """
-    bfloat16 = all(one is None or one.dtype is torch.bfloat16 for one in (weight, bias))
-    if not bfloat16 or weight.shape[1] == 0 or (bias is not None and len(bias) != len(weight)):
-        raise ValueError(f"no bfloat16 weight and bias: {weight.dtype} {tuple(weight.shape)}")
+    fits = all(one is None or one.dtype is products.dtype for one in (weight, bias))
+    if not fits or weight.shape[1] == 0 or (bias is not None and len(bias) != len(weight)):
+        shape = tuple(weight.shape)
+        raise ValueError(f"no weight and bias of {products.dtype}: {weight.dtype} {shape}")
     if bias is not None:
         bias = bias.detach().contiguous()
     return TiledWeight(products, pack(weight.detach()), bias, *weight.shape)
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """[out, in] to products.h's [panel, block, tile, input pair, output, 2], padded with zeros."""
+    """[out, in] to [panel, block, tile, word, output, input of a word], as products.h has it."""
     columns, numbers = weight.shape
     padding = (0, -numbers % _DEPTH, 0, -columns % _PANEL)
     whole = torch.nn.functional.pad(weight, padding) if any(padding) else weight
     blocks = whole.shape[1] // _DEPTH
-    pairs = whole.reshape(-1, _PANEL // _SIDE, _SIDE, blocks, _DEPTH // 2, 2)
-    return pairs.permute(0, 3, 1, 4, 2, 5).contiguous()
+    inputs = _WORD // weight.itemsize
+    words = whole.reshape(-1, _PANEL // _SIDE, _SIDE, blocks, _DEPTH // inputs, inputs)
+    return words.permute(0, 3, 1, 4, 2, 5).contiguous()
 
 
 def product_function(loaded: ctypes.CDLL) -> ProductFunction:

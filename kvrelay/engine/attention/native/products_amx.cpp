@@ -177,7 +177,7 @@ void multiply(void* data) {
 }  // namespace
 
 int kvrelay_product(const char* x, const char* packed, const char* bias, char* out, int64_t rows,
-                    int64_t n, int64_t k, int64_t threads, Parallel parallel) {
+                    int64_t n, int64_t k, int64_t, int64_t threads, Parallel parallel) {
   if (rows < 1) return 0;
   const Parallel team = threads < 2 || double(rows) * double(n * k) < SERIAL ? nullptr : parallel;
   const long tall = least(rows, TALL), panels = ceiling(n, PANEL), blocks = ceiling(k, DEPTH);

@@ -65,6 +65,16 @@ float element(const char* at, int64_t i, int64_t kind) {
   return kind == BFLOAT16 ? number(uint32_t(half) << 16) : from_half(half);
 }
 
+void put(char* at, int64_t i, float x, int64_t kind) {
+  if (kind == FLOAT32) {
+    const float y = x != x ? number(0x7fc00000) : x;
+    memcpy(at + 4 * i, &y, 4);
+    return;
+  }
+  const uint16_t half = kind == BFLOAT16 ? bfloat16(x) : to_half(x);
+  memcpy(at + 2 * i, &half, 2);
+}
+
 float power(float x) {  // 2 ** x
   x = x > 1.f ? 1.f : x;
   if (x < -125.f) return 0.f;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,11 +17,8 @@ _SPANS = ((0, 9), (510, 3), (77, 1))
 _BLOCK = 16
 _HEADS = 2
 _GROUP = 2
-# Rows, columns and numbers of a row: every count of rows that a kernel has in registers at a time.
-_PRODUCTS = (
-    *((1, 40, 70), (2, 17, 31), (9, 17, 31), (10, 40, 70)),
-    *((17, 64, 320), (35, 40, 70)),
-)
+# Rows, columns and numbers of a row: many rows, and every count that is in registers at a time.
+_PRODUCTS = (*((rows, 40, 70) for rows in range(1, 13)), (17, 64, 320), (90, 17, 31))
 _TINY = 4e-38  # weights times such numbers are below the smallest normal one
 
 Kernel = Callable[[KernelArguments], int]
@@ -50,16 +48,16 @@ def rows_differ(functions: RowFunctions, oracle: RowFunctions) -> str | None:
     return None
 
 
-def products_differ(function: ProductFunction, oracle: ProductFunction) -> str | None:
-    """A difference in bits between two products, in words; ``None`` if there is none."""
+def products_differ(products: Products, oracle: ProductFunction) -> str | None:
+    """How the products differ from others in a bit, in words; ``None`` if they do not."""
     for rows, columns, size in _PRODUCTS:
         for large in (1.0, _TINY):
-            x = _numbers((rows, size), 3.0).bfloat16()
-            weight = _numbers((columns, size), large).bfloat16()
-            bias = _numbers((columns,), large).bfloat16()
+            x = _numbers((rows, size), 3.0).to(products.dtype)
+            weight = _numbers((columns, size), large).to(products.dtype)
+            bias = _numbers((columns,), large).to(products.dtype)
             made = [
-                tiled(Products("", each, 0), weight, bias)(x).view(torch.uint8)
-                for each in (function, oracle)
+                tiled(each, weight, bias)(x).view(torch.uint8)
+                for each in (replace(products, parallel=0), replace(products, function=oracle))
             ]
             if not torch.equal(*made):
                 return f"not the bits of the plain kernel (products of {size} numbers)"
