@@ -37,8 +37,9 @@ _FEWEST_ROWS = 4 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 2
 def rows_computed(rows: int) -> int:
     """The number of rows of a packed product to compute for ``rows`` that are used.
 
-    A lone row has other bits. With AVX-512 four rows take less time than two: oneDNN 3.12 reads a
-    weight at 33 GB/s instead of 23. Measured with and without bfloat16, one to eight threads.
+    In oneDNN a lone row has other bits. With AVX-512 four rows take less time than two: oneDNN 3.12
+    reads a weight at 33 GB/s instead of 23. Measured with and without bfloat16, one to eight
+    threads.
     """
     return max(rows, _FEWEST_ROWS) if rows else 0
 

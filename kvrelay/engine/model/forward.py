@@ -41,7 +41,7 @@ class CausalModel(Protocol):
         step: AttentionStep,
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        """Logits [R, vocab] of the packed ``rows`` [R], tokens and positions [1, T]."""
+        """Logits [R, vocab] of the packed ``rows`` [R], which ascend; tokens, positions [1, T]."""
 
 
 class TransformersModel:

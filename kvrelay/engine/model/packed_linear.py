@@ -3,10 +3,9 @@
 On x86 our own kernels multiply (``attention.native.products``), but not bfloat16 on CPUs with
 AVX512-BF16 and no AMX. There and on other CPUs oneDNN does.
 
-oneDNN, measured on a 2-core AVX-512 machine, one thread, 1024 x 6144: bfloat16 1.5 times (16
-rows) to 2.5 times (1 row) as fast as ``nn.Linear`` and equal to the bit; float32 3 times (16 rows),
-within 3e-6. A row's result does not depend on the number of rows, except for a single row, which
-is therefore computed as one of several, nor on the number of threads (see ``_most_threads``).
+A row's result in oneDNN does not depend on the number of rows, except for a single row, which is
+therefore computed as one of several, nor on the number of threads (see ``_most_threads``). In
+float32 sums of 14,336 numbers have a root mean square error of 5.9e-7 there, 2.8e-7 in our own.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from kvrelay.engine.attention.index import rows_computed
-from kvrelay.engine.attention.native.library import products_of
+from kvrelay.engine.attention.native.library import MULTIPLIED, products_of
 from kvrelay.engine.attention.native.products import Products, tiled
 from kvrelay.process.cores import MOST_THREADS
 
-_PACKED = (torch.float32, torch.bfloat16)
 _ROWS_HINT = 16
 _COLUMNS_A_THREAD = 64
 _DIVIDED_TERMS = 1537  # 1,536 were not divided, 2,048 were
@@ -146,7 +144,7 @@ def pack_linears(model: torch.nn.Module) -> int:
     """Replace every plain linear layer that can be packed; returns how many were replaced.
 
     GPT-2's ``Conv1D`` is one with a transposed weight. Nothing is replaced on a GPU, in
-    float16, or where this torch was built without oneDNN.
+    float16, or where neither our products nor oneDNN can be used.
     """
     found = [
         (parent, name, cast(torch.nn.Linear, child))
@@ -162,7 +160,7 @@ def pack_linears(model: torch.nn.Module) -> int:
 
 
 def _packable(weight: torch.Tensor) -> bool:
-    if weight.device.type != "cpu" or weight.dtype not in _PACKED:
+    if weight.device.type != "cpu" or weight.dtype not in MULTIPLIED:
         return False
     if isinstance(products_of(weight.dtype), Products):
         return True

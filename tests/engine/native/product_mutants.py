@@ -84,25 +84,13 @@ VECTOR_MUTANTS = {
     ),
     "weights of float32 at odd places are those at even ones": ("(pair + ODD * LINE)", "(pair)"),
     "numbers at odd places are those at even ones": ("x[i * DEPTH + ODD]", "x[i * DEPTH]"),
-    "sums begin anew with every block": (
-        "add(load(sum(i, j)), add(evens[i][j], odds[i][j]))",
-        "add(evens[i][j], odds[i][j])",
+    "sums begin anew with every run": ("store(sum, add(load(sum), K", "store(sum, add(zero(), K"),
+    "halves are added one after the other": (
+        "add(load(sum), K::HALVES ? add(first[i][j], second[i][j]) : first[i][j])",
+        "K::HALVES ? add(add(load(sum), first[i][j]), second[i][j]) : add(load(sum), first[i][j])",
     ),
-    "sums of float32 begin anew with every chunk": (
-        "evens[i][j] = load(sum(i, j));",
-        "evens[i][j] = zero();",
-    ),
-    "a sum takes the products at even places first": (
-        "add(load(sum(i, j)), add(evens[i][j], odds[i][j]))",
-        "add(add(load(sum(i, j)), evens[i][j]), odds[i][j])",
-    ),
-    "float32 at even and at odd places is added up apart": (
-        "add_block<K, R, W>(x, packed, ahead, evens, evens);",
-        "for (auto& row : odds) for (auto& sum : row) sum = zero();\n"
-        "add_block<K, R, W>(x, packed, ahead, evens, odds);\n"
-        "for (int i = 0; i < R; i++)\n"
-        "for (int j = 0; j < W; j++) evens[i][j] = add(evens[i][j], odds[i][j]);",
-    ),
+    "float32 has halves too": ("K::HALVES ? second : first);", "second);"),
+    "a run is a block": ("least(block + K::BLOCKS, count)", "block + 1"),
     "one row is added up in another order": (
         "add_numbers<K, false>(x + 2 * pair, packed, evens);",
         "const long by = R == 1 ? DEPTH / 2 - 1 - 2 * pair : 0;\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 from kvrelay.engine.attention.batch import pack
 from kvrelay.engine.attention.native.backend import NativeBackend
 from kvrelay.engine.attention.native.build import PLAIN
-from kvrelay.engine.attention.native.forward import forward_functions
+from kvrelay.engine.attention.native.forward import forward_function
 from kvrelay.engine.attention.native.library import (
     FORCED_PRODUCTS,
     ONEDNN,
@@ -21,6 +22,7 @@ from kvrelay.engine.attention.native.library import (
     products_of,
 )
 from kvrelay.engine.attention.native.products import Products
+from kvrelay.engine.attention.pool import KVPool
 from kvrelay.engine.core.updates import Work
 from kvrelay.engine.model.compiled_decoder import CompiledDecoder, compiled_decoder
 from kvrelay.engine.model.decoder_weights import DecoderWeights, RmsNorm
@@ -52,7 +54,8 @@ def run(forward: CompiledDecoder, drawn: Drawn, work: Work) -> torch.Tensor:
 def test_random_models_and_steps(compiled: None) -> None:
     seed = random.randrange(1 << 31)
     print(f"seed {seed}")
-    forward_checks.check_random(forward_functions(open_object(PLAIN)), seed, 60)
+    with forward_checks.guarded():
+        forward_checks.check_random(forward_function(open_object(PLAIN)), seed, 60)
 
 
 @pytest.mark.parametrize("products", ["", ONEDNN])
@@ -70,46 +73,79 @@ def test_which_models_have_it(
 def test_what_a_step_may_not_be(drawn: Drawn) -> None:
     forward = decoder(drawn)
     late = Work([0] * (POSITIONS + 1), POSITIONS, 1, list(range(11)), 1, None)
-    with pytest.raises(IndexError, match=f"position {POSITIONS} of {POSITIONS}"):
-        run(forward, drawn, late)
-    for token in (drawn.vocab, -1):
-        with pytest.raises(IndexError, match=f"not one of {drawn.vocab}"):
-            run(forward, drawn, Work([token], 0, 1, [0], 1, None))
-    step = NativeBackend(drawn.pool).step(pack([Work([0, 0], 0, 2, [0], 2, None)], BLOCK))
-    inputs = step.inputs
-    for positions, rows in ((inputs.positions[:, :1], 0), (inputs.positions, 3)):
-        with pytest.raises(ValueError, match="2 rows"):
-            forward.logits(inputs.tokens, positions, step, torch.zeros(rows, dtype=torch.int64))
+    strange = [Work([token], 0, 1, [0], 1, None) for token in (drawn.vocab, -1)]
+    for work in (late, *strange):
+        with pytest.raises(IndexError, match=f"below {drawn.vocab}, and positions below 40"):
+            run(forward, drawn, work)
     with pytest.raises(MemoryError, match="1 rows"):
-        run(
-            replace(forward, functions=replace(forward.functions, forward=lambda *_: 1)),
-            drawn,
-            Work([0], 0, 1, [0], 1, None),
-        )
+        run(replace(forward, function=lambda *_: 1), drawn, Work([0], 0, 1, [0], 1, None))
 
 
-def _other_norm(weights: DecoderWeights) -> DecoderWeights:
-    return replace(weights, norm=RmsNorm(weights.norm.weight.float(), 0.0))
+@pytest.mark.parametrize("rows", [[3], [-1], [2, 0], [1, 1]])
+def test_rows_to_keep_ascend(drawn: Drawn, rows: list[int]) -> None:
+    step = NativeBackend(drawn.pool).step(pack([Work([0] * 3, 0, 3, [0], 3, None)], BLOCK))
+    inputs = step.inputs
+    with pytest.raises(IndexError, match="must ascend and be below 3"):
+        decoder(drawn).logits(inputs.tokens, inputs.positions, step, torch.tensor(rows))
 
 
-def _other_angles(weights: DecoderWeights) -> DecoderWeights:
-    return replace(weights, angles=weights.angles.float())
+def test_numbers_of_another_step(drawn: Drawn) -> None:
+    step = NativeBackend(drawn.pool).step(pack([Work([0] * 4, 0, 4, [0], 4, None)], BLOCK))
+    tokens, positions, rows = step.inputs.tokens, step.inputs.positions, step.inputs.rows
+    for wrong in (
+        (tokens[:, :3], positions, rows),
+        (tokens, positions[:, :3], rows),
+        (tokens.int(), positions, rows),
+        (tokens, positions.int(), rows),
+        (tokens, positions, rows.int()),
+        (tokens, torch.zeros(1, 8, dtype=torch.int64)[:, ::2], rows),
+    ):
+        with pytest.raises(ValueError, match=r"step of 4 rows|contiguous and int64"):
+            decoder(drawn).logits(*wrong[:2], step, wrong[2])
 
 
-def _not_packed(weights: DecoderWeights) -> DecoderWeights:
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"num_layers": 9},
+        {"num_kv_heads": 9},
+        {"head_dim": 12},
+        {"dtype": "float16"},
+    ],
+)
+def test_a_step_over_another_pool_is_refused(drawn: Drawn, other: dict[str, int | str]) -> None:
+    pool = KVPool(replace(drawn.pool.shape, **other))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="another pool"):
+        run(decoder(drawn), replace(drawn, pool=pool), Work([0], 0, 1, [0], 1, None))
+
+
+def _first(weights: DecoderWeights, **changed: object) -> DecoderWeights:
+    """Its first layer changed."""
     first, *others = weights.layers
-    return replace(weights, layers=(replace(first, out=torch.relu), *others))
+    return replace(weights, layers=(replace(first, **changed), *others))  # type: ignore[arg-type]
 
 
-def _narrower(weights: DecoderWeights) -> DecoderWeights:
-    first, *others = weights.layers
-    return replace(weights, layers=(replace(first, down=first.qkv), *others))
+WRONG: dict[str, Callable[[DecoderWeights], DecoderWeights]] = {
+    "a norm": lambda w: replace(w, norm=RmsNorm(w.norm.weight.double(), 0.0)),
+    "angles": lambda w: replace(w, angles=w.angles.double()),
+    "a layer that is not packed": lambda w: _first(w, out=torch.relu),
+    "a narrower layer": lambda w: _first(w, down=w.layers[0].qkv),
+    "an odd joint product": lambda w: _first(w, gate_up=w.layers[0].down),
+    "no layers": lambda w: replace(w, layers=()),
+    "heads": lambda w: replace(w, heads=replace(w.heads, queries=w.heads.queries + 1)),
+    "a scale": lambda w: replace(w, heads=replace(w.heads, scaling=0.0)),
+}
 
 
-@pytest.mark.parametrize("wrong", [_other_norm, _other_angles, _not_packed, _narrower])
-def test_weights_that_do_not_fit_are_refused(
-    drawn: Drawn, wrong: Callable[[DecoderWeights], DecoderWeights]
-) -> None:
+@pytest.mark.parametrize("wrong", WRONG)
+def test_weights_that_do_not_fit_are_refused(drawn: Drawn, wrong: str) -> None:
     """Compiled code would read other memory."""
-    with pytest.raises(ValueError, match=r"weights are|not packed|weight of"):
-        compiled_decoder(wrong(drawn.weights), NativeBackend(drawn.pool))
+    with pytest.raises(ValueError, match=r"weights are|not packed|a weight of|layers of"):
+        compiled_decoder(WRONG[wrong](drawn.weights), NativeBackend(drawn.pool))
+
+
+def test_engines_in_threads_of_one_process(compiled: None) -> None:
+    """Nothing of a forward pass is shared."""
+    function = forward_function(open_object(PLAIN))
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda seed: forward_checks.check_random(function, seed, 10), range(3)))

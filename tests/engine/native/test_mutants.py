@@ -188,8 +188,14 @@ TILE_MUTANTS = {
 
 
 FORWARD_MUTANTS = {
-    "the sum before a norm is left out": ("norm(more, layer.before", "norm(nullptr, layer.before"),
-    "the last layer's sum is left out": ("norm(more, model.norm)", "norm(nullptr, model.norm)"),
+    "the sum before a norm is left out": (
+        "normalise(sum, layer.before",
+        "normalise(nullptr, layer.before",
+    ),
+    "the last layer's sum is left out": (
+        "normalise(sum, model.norm)",
+        "normalise(nullptr, model.norm)",
+    ),
     "values are left where keys are": (
         "call.key + bytes * model.width",
         "call.query + bytes * model.width",
@@ -198,7 +204,7 @@ FORWARD_MUTANTS = {
     "keys are not rotated": ("model.queries + model.kv_heads;", "model.queries;"),
     "the first rows are kept": ("all + step.kept_rows[i] * size", "all + i * size"),
     "kept rows are added to the first": ("keep(hidden, model.size);", ""),
-    "rows are kept after the first layer": ("number == model.count - 1", "number == 0"),
+    "rows are kept after the first layer": ("number == model.layer_count - 1", "number == 0"),
     "a bias is left out": ("weight.packed, weight.bias, out", "weight.packed, nullptr, out"),
 }
 """In forward.cpp."""

@@ -45,7 +45,8 @@ class NativeBackend:
     def step(self, batch: Batch) -> NativeStep:
         """The kernel reads the spans and block tables of the batch where they are."""
         blocks = batch.blocks
-        if blocks.view(np.uint32).max() >= self.pool.shape.num_blocks:  # or below zero
+        largest = blocks.view(np.uint32).max()  # a negative number is a large one here
+        if largest >= self.pool.shape.num_blocks:
             raise IndexError(f"a block table leaves the pool of {self.pool.shape.num_blocks}")
         arguments = KernelArguments.from_buffer_copy(self._template)
         arguments.n = len(batch.spans)

@@ -6,15 +6,15 @@
 
 namespace {
 
-// Elements of a row of the memory between kernels.
+// Elements of the widest rows: `joint` are read by the attention or the activation, `wide` written.
 struct Sizes {
-  int64_t joint = 0, wide = 0;  // before attention and activation, and behind them
+  int64_t joint = 0, wide = 0;
 
   explicit Sizes(const Decoder& model) {
-    for (int64_t i = 0; i < model.count; i++) {
+    for (int64_t i = 0; i < model.layer_count; i++) {
       const Layer& layer = model.layers[i];
-      joint = std::max({joint, layer.qkv.columns, layer.gate_up.columns});
-      wide = std::max({wide, layer.out.numbers, layer.down.numbers});
+      joint = std::max({joint, layer.qkv.outputs, layer.gate_up.outputs});
+      wide = std::max({wide, layer.out.inputs, layer.down.inputs});
     }
   }
 };
@@ -37,29 +37,40 @@ struct Pass {
     wide = joint + rows * Sizes(model).joint * bytes;
   }
 
-  bool embed() {
-    const long size = model.size * bytes;
-    for (int64_t i = 0; i < rows; i++) {
-      if (step.tokens[i] < 0 || step.tokens[i] >= model.vocab) return false;
-      memcpy(hidden + i * size, model.embedding + step.tokens[i] * size, size_t(size));
-    }
-    return true;
+  // What a caller got wrong; other memory would be read.
+  int wrong() const {
+    for (int64_t i = 0; i < rows; i++)
+      if (beyond(step.tokens[i], model.vocab) || beyond(step.positions[i], model.positions)) return 2;
+    for (int64_t i = 0; i < step.kept; i++)
+      if (beyond(step.kept_rows[i], rows) || (i > 0 && step.kept_rows[i] <= step.kept_rows[i - 1]))
+        return 3;
+    return 0;
   }
 
-  void norm(const char* more, const Norm& norm) {
-    kernels.norm(more, hidden, norm.weight, normed, rows, model.size, model.kind, norm.epsilon,
-                 threads, kernels.parallel);
+  static bool beyond(int64_t number, int64_t end) { return number < 0 || number >= end; }
+
+  void embed() {
+    const long size = model.size * bytes;
+    for (int64_t i = 0; i < rows; i++)
+      memcpy(hidden + i * size, model.embedding + step.tokens[i] * size, size_t(size));
+  }
+
+  // hidden += added, if any; normed = the norm of it.
+  void normalise(const char* added, const Norm& by) {
+    kernels.norm(added, hidden, by.weight, normed, rows, model.size, model.kind, by.epsilon, threads,
+                 kernels.parallel);
   }
 
   void product(const char* x, const Weight& weight, char* out) {
-    failed |= kernels.product(x, weight.packed, weight.bias, out, rows, weight.columns,
-                              weight.numbers, model.kind, threads, kernels.parallel) != 0;
+    failed |= kernels.product(x, weight.packed, weight.bias, out, rows, weight.outputs,
+                              weight.inputs, model.kind, threads, kernels.parallel) != 0;
   }
 
   void attend(int64_t layer, const Weight& qkv, const Norm& heads) {
     const int64_t turning = model.queries + model.kv_heads;
-    kernels.rotate(joint, model.angles, step.positions, heads.weight, rows, qkv.columns, turning,
-                   model.width, model.kind, heads.epsilon, threads, kernels.parallel);
+    failed |= kernels.rotate(joint, model.angles, step.positions, heads.weight, rows, qkv.outputs,
+                             turning, model.width, model.kind, heads.epsilon, threads,
+                             kernels.parallel) != 0;
     Arguments& call = *step.attention;
     call.layer = layer;
     call.group = model.queries / model.kv_heads;
@@ -68,7 +79,7 @@ struct Pass {
     call.key = call.query + bytes * model.width * model.queries;
     call.value = call.key + bytes * model.width * model.kv_heads;
     call.out = wide;
-    call.q_row = call.k_row = call.v_row = qkv.columns;
+    call.q_row = call.k_row = call.v_row = qkv.outputs;
     call.q_head = call.k_head = call.v_head = call.o_head = model.width;
     call.o_row = model.queries * model.width;
     failed |= kernels.attention(&call) != 0;
@@ -81,26 +92,27 @@ struct Pass {
   }
 
   int run() {
-    if (!embed()) return 2;
-    const char* more = nullptr;
-    for (int64_t number = 0; number < model.count && !failed; number++) {
+    if (const int code = wrong()) return code;
+    embed();
+    const char* sum = nullptr;  // of a layer, not yet added
+    for (int64_t number = 0; number < model.layer_count && !failed; number++) {
       const Layer& layer = model.layers[number];
-      norm(more, layer.before_attention);
+      normalise(sum, layer.before_attention);
       product(normed, layer.qkv, joint);
       attend(number, layer.qkv, layer.heads);
-      if (number == model.count - 1) {  // nothing reads its other rows
-        keep(wide, layer.out.numbers);
+      if (number == model.layer_count - 1) {  // nothing reads its other rows
+        keep(wide, layer.out.inputs);
         keep(hidden, model.size);
         rows = step.kept;
       }
       product(wide, layer.out, added);
-      norm(added, layer.before_mlp);
+      normalise(added, layer.before_mlp);
       product(normed, layer.gate_up, joint);
-      kernels.gate(joint, wide, rows, layer.down.numbers, model.kind, threads, kernels.parallel);
+      kernels.gate(joint, wide, rows, layer.down.inputs, model.kind, threads, kernels.parallel);
       product(wide, layer.down, added);
-      more = added;
+      sum = added;
     }
-    norm(more, model.norm);
+    normalise(sum, model.norm);
     product(normed, model.head, step.logits);
     return failed;
   }

@@ -1,7 +1,7 @@
 // The forward pass of a decoder in one call: its row kernels, products and attention in turn.
 //
-// Between the kernels no other code runs. Python between them takes longer than they do in a small
-// model: the weights have driven it out of the caches.
+// No Python runs between two kernels. In a small model it would take longer than they do, since
+// each product drives it out of the caches.
 #pragma once
 
 #include "products.h"
@@ -14,7 +14,7 @@ struct Norm {
 
 struct Weight {
   const char *packed, *bias;  // as kvrelay_product reads them
-  int64_t columns, numbers;
+  int64_t outputs, inputs;
 };
 
 struct Layer {
@@ -22,7 +22,7 @@ struct Layer {
   Weight qkv, out, gate_up, down;
 };
 
-// The kernels that a pass calls, all with torch's threads.
+// The kernels that a pass calls, on torch's threads.
 struct Kernels {
   decltype(kvrelay_norm)* norm;
   decltype(kvrelay_rotate)* rotate;
@@ -36,11 +36,11 @@ struct Kernels {
 struct Decoder {
   Kernels kernels;
   const Layer* layers;
-  int64_t count;  // of layers
+  int64_t layer_count;
   Norm norm;
   Weight head;
   const char *embedding, *angles;  // [vocab, size], [positions, 2, width / 2]
-  int64_t vocab, size, queries, kv_heads, width, kind;
+  int64_t vocab, positions, size, queries, kv_heads, width, kind;
   double scale;
 };
 
@@ -56,5 +56,6 @@ struct Step {
 // Bytes of memory that a forward pass needs for each row.
 EXPORTED int64_t kvrelay_forward_room(const Decoder* decoder);
 
-// Returns 0, 1 if a kernel has no memory, 2 for a token beyond the embedding.
+// Returns 0, 1 if a kernel has no memory, 2 for a token or a position that the model has not, 3 for
+// rows to keep that do not ascend from 0 to below `rows`.
 EXPORTED int kvrelay_forward(const Decoder* decoder, const Step* step);

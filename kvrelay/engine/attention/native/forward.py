@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kvrelay.engine.attention.native.library import NativeKernel
 from kvrelay.engine.attention.native.products import Products
@@ -13,17 +12,20 @@ _NUMBER = ctypes.c_int64
 _AT = ctypes.c_void_p
 _REAL = ctypes.c_double
 
+ForwardFunction = Callable[["ForwardDecoder", "ForwardStep"], int]
+"""``kvrelay_forward``; forward.h has what it returns."""
+
 
 class ForwardNorm(ctypes.Structure):
-    """Its weight's address, or ``None``."""
+    """A norm; without the address of a weight there is none."""
 
     _fields_ = (("weight", _AT), ("epsilon", _REAL))
 
 
 class ForwardWeight(ctypes.Structure):
-    """A packed weight of ``columns`` outputs, each a sum over ``numbers``; a bias or ``None``."""
+    """The address of a packed weight, and that of a bias if there is one."""
 
-    _fields_ = (("packed", _AT), ("bias", _AT), ("columns", _NUMBER), ("numbers", _NUMBER))
+    _fields_ = (("packed", _AT), ("bias", _AT), ("outputs", _NUMBER), ("inputs", _NUMBER))
 
 
 class ForwardLayer(ctypes.Structure):
@@ -49,11 +51,12 @@ class ForwardDecoder(ctypes.Structure):
     _fields_ = (
         ("kernels", ForwardKernels),
         ("layers", ctypes.POINTER(ForwardLayer)),
-        ("count", _NUMBER),
+        ("layer_count", _NUMBER),
         ("norm", ForwardNorm),
         ("head", ForwardWeight),
         *((name, _AT) for name in ("embedding", "angles")),
-        *((name, _NUMBER) for name in ("vocab", "size", "queries", "kv_heads", "width", "kind")),
+        *((name, _NUMBER) for name in ("vocab", "positions", "size")),
+        *((name, _NUMBER) for name in ("queries", "kv_heads", "width", "kind")),
         ("scale", _REAL),
     )
 
@@ -75,24 +78,21 @@ def kernels_of(kernel: NativeKernel, products: Products) -> ForwardKernels:
     return ForwardKernels(*(_address(function) for function in functions), kernel.parallel)
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardFunctions:
-    """``forward`` returns 1 if there is no memory, 2 for a token beyond the embedding, else 0.
-
-    ``room`` are the bytes of memory that it needs for each row.
-    """
-
-    forward: Callable[[ForwardDecoder, ForwardStep], int]
-    room: Callable[[ForwardDecoder], int]
+def forward_function(loaded: ctypes.CDLL) -> ForwardFunction:
+    """The call of a loaded object."""
+    function = loaded.kvrelay_forward
+    function.restype = ctypes.c_int
+    function.argtypes = [ctypes.POINTER(ForwardDecoder), ctypes.POINTER(ForwardStep)]
+    called: ForwardFunction = function
+    return called
 
 
-def forward_functions(loaded: ctypes.CDLL) -> ForwardFunctions:
-    """Those of a loaded object."""
-    model, step = ctypes.POINTER(ForwardDecoder), ctypes.POINTER(ForwardStep)
-    loaded.kvrelay_forward.argtypes = [model, step]
-    loaded.kvrelay_forward_room.argtypes = [model]
-    loaded.kvrelay_forward_room.restype = ctypes.c_int64
-    return ForwardFunctions(loaded.kvrelay_forward, loaded.kvrelay_forward_room)
+def bytes_a_row(loaded: ctypes.CDLL, decoder: ForwardDecoder) -> int:
+    """Bytes of memory that a forward pass needs for each row."""
+    function = loaded.kvrelay_forward_room
+    function.restype = ctypes.c_int64
+    found: int = function(ctypes.byref(decoder))
+    return found
 
 
 def _address(function: object) -> int | None:

@@ -43,7 +43,7 @@ from kvrelay.errors import Rejected
 FORCED = "KVRELAY_ATTENTION_VARIANT"
 FORCED_PRODUCTS = "KVRELAY_PRODUCTS"
 ONEDNN = "onednn"
-_MULTIPLIED = (torch.bfloat16, torch.float32)
+MULTIPLIED = (torch.bfloat16, torch.float32)
 NO_TILES = "this processor has no AMX for bfloat16"
 
 Function = Callable[[KernelArguments], int]
@@ -142,17 +142,17 @@ def _load(forced: str) -> NativeKernel:
 
 
 def products_of(dtype: torch.dtype) -> Products | NoProducts:
-    """The CPU's products in a dtype: on AMX, AVX-512 or AVX2, in float32 on the latter two.
+    """The CPU's products in a dtype: on AMX, AVX-512 or AVX2.
 
-    oneDNN's are used in bfloat16 on AVX512-BF16 without AMX, where those on AVX2 are slower, and
-    where ours cannot be used. Raises ``Rejected`` if ``KVRELAY_PRODUCTS`` asks for what cannot be
-    used here; in float32 ``amx`` asks for nothing.
+    oneDNN's are used in bfloat16 on AVX512-BF16 without AMX, where those on AVX-512 are slower, and
+    where ours cannot be used. AMX has no float32: there ``KVRELAY_PRODUCTS=amx`` is ignored. Raises
+    ``Rejected`` if the variable asks for what cannot be used here.
     """
     forced = os.environ.get(FORCED_PRODUCTS, "")
     known = (*PRODUCT_SOURCES, ONEDNN)
     if forced and forced not in known:
         raise Rejected(FORCED_PRODUCTS, f"{forced!r} is not one of {', '.join(known)}")
-    if dtype not in _MULTIPLIED:
+    if dtype not in MULTIPLIED:
         return NoProducts("they are for bfloat16 and float32", notable=False)
     if forced == ONEDNN:
         return NoProducts(f"{FORCED_PRODUCTS}={forced}", notable=False)

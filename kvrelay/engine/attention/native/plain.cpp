@@ -132,13 +132,7 @@ struct Row {
       sum = fmaf(sum, f, power(sink - peak));
     }
     char* out = g.out + size * ((entry[0] + index) * g.o_row + head * g.o_head);
-    for (int64_t d = 0; d < g.dim; d++) {
-      float y = whole.acc[d] * f / sum + 0.f;
-      if (y != y) y = number(0x7fc00000);
-      const uint16_t half = g.kind == BFLOAT16 ? bfloat16(y) : g.kind == FLOAT16 ? to_half(y) : 0;
-      if (g.kind == FLOAT32) memcpy(out + 4 * d, &y, 4);
-      else memcpy(out + 2 * d, &half, 2);
-    }
+    for (int64_t d = 0; d < g.dim; d++) put(out, d, whole.acc[d] * f / sum + 0.f, g.kind);
   }
 };
 

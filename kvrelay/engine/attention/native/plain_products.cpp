@@ -28,11 +28,16 @@ float sum_bfloat16(const Row& x, const char* tile, int64_t column) {
 }
 
 float sum_float32(const Row& x, const char* tile, int64_t column) {
-  float y = 0.f;
-  for (int64_t block = 0; block * DEPTH < x.size; block++, tile += 2 * STEP)
+  float y = 0.f, run = 0.f;
+  for (int64_t block = 0; block * DEPTH < x.size; block++, tile += 2 * STEP) {
     for (int64_t i = 0; i < DEPTH; i++)
-      y = fmaf(x[block * DEPTH + i], element(tile, i * SIDE + column, FLOAT32), y);
-  return y;
+      run = fmaf(x[block * DEPTH + i], element(tile, i * SIDE + column, FLOAT32), run);
+    if ((block + 1) % RUN == 0) {
+      y += run;
+      run = 0.f;
+    }
+  }
+  return y + run;
 }
 
 }  // namespace

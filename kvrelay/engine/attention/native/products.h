@@ -2,9 +2,9 @@
 //
 // out [rows, n] = x [rows, k] times the transpose of weight [n, k], plus a bias; all are bfloat16 or
 // all are float32. An element is a float32 sum in an order that depends on neither rows nor threads:
-// in bfloat16 over blocks of 32 numbers in ascending order, in float32 over the numbers themselves.
-// The bias is added to it before it is rounded. Numbers below the smallest normal one are zero.
-// plain_products.cpp is the definition.
+// over blocks of 32 numbers in bfloat16 and over runs of 128 in float32, each of which is summed
+// first. The bias is added before the result is rounded. Numbers below the smallest normal one are
+// zero. plain_products.cpp is the definition.
 //
 // A packed weight has zeros in the place of what is beyond n and k. It is made of panels of 32
 // columns, a panel of blocks of 32 numbers in ascending order, a block of two tiles of 16 columns,
@@ -14,6 +14,7 @@
 #include "arguments.h"
 
 constexpr long DEPTH = 32;   // numbers of a row in a block
+constexpr long RUN = 4;      // blocks whose products are one chain of sums in float32
 constexpr long SIDE = 16;    // rows and columns of a tile
 constexpr long PANEL = 32;   // columns
 constexpr long STEP = 2048;  // bytes of a block of a panel in bfloat16

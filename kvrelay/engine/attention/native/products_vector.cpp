@@ -25,10 +25,11 @@ constexpr long MANY = 6;               // strips: computing more hides the way o
 constexpr long AHEAD = 4 * STEP;       // bytes: the first of few strips asks for the weight so early
 constexpr double SERIAL = 1e5;         // multiplications or numbers not worth waking threads for
 
-// The products at even and at odd places of a block have accumulators of their own.
+// HALVES: the products at even and at odd places of a block have accumulators of their own. BLOCKS
+// are summed before their sum is added.
 struct Bfloat16 {
   static constexpr bool HALVES = true;
-  static constexpr long BYTES = 2, FEW = NARROW ? 3 : 6;  // rows that are in registers together
+  static constexpr long BLOCKS = 1, BYTES = 2, FEW = NARROW ? 3 : 6;  // rows that are in registers together
   static Lanes read(const char* at) { return load_bfloat16(at); }
   static void write(char* at, Lanes x) { store_bfloat16(at, x); }
   template <bool ODD>
@@ -40,7 +41,7 @@ struct Bfloat16 {
 
 struct Float32 {
   static constexpr bool HALVES = false;
-  static constexpr long BYTES = 4, FEW = NARROW ? 6 : 12;
+  static constexpr long BLOCKS = RUN, BYTES = 4, FEW = NARROW ? 6 : 12;
   static Lanes read(const char* at) { return load((const float*)at); }
   static void write(char* at, Lanes x) { store((float*)at, canonical(x)); }
   template <bool ODD>
@@ -52,7 +53,7 @@ struct Float32 {
 template <class K>
 constexpr long BLOCK = DEPTH * PANEL * K::BYTES;  // bytes of a block of a panel
 template <class K>
-constexpr long CHUNK = 8 * STEP / BLOCK<K>;  // blocks of a panel that stay in an L1 cache
+constexpr long CHUNK = 8 * STEP / BLOCK<K>;  // blocks of a panel that stay in an L1 cache: whole runs
 
 template <int R, int W>
 using Sums = Lanes[R][W];
@@ -87,27 +88,24 @@ inline void add_block(const float* x, const char* packed, long ahead, Sums<R, W>
   }
 }
 
-// Adds `count` blocks of R rows and W tiles to `sums`, [R][PANEL].
+// Adds `count` blocks of R rows and W tiles to `sums`, [R][PANEL]: the blocks of a run together.
 template <class K, int R, int W>
 void add_blocks(const float* x, const char* packed, long count, long ahead, float* sums) {
-  const auto sum = [&](int i, int j) { return sums + i * PANEL + j * SIDE; };
-  Sums<R, W> evens, odds;
-  if (!K::HALVES)
-    UNROLL for (int i = 0; i < R; i++) UNROLL for (int j = 0; j < W; j++) evens[i][j] = load(sum(i, j));
-  for (long block = 0; block < count; block++, x += R * DEPTH, packed += BLOCK<K>) {
-    if constexpr (!K::HALVES) {
-      add_block<K, R, W>(x, packed, ahead, evens, evens);
-    } else {
-      UNROLL for (int i = 0; i < R; i++)
-        UNROLL for (int j = 0; j < W; j++) evens[i][j] = odds[i][j] = zero();
-      add_block<K, R, W>(x, packed, ahead, evens, odds);
-      UNROLL for (int i = 0; i < R; i++)
-        UNROLL for (int j = 0; j < W; j++)
-          store(sum(i, j), add(load(sum(i, j)), add(evens[i][j], odds[i][j])));
+  for (long block = 0; block < count;) {
+    Sums<R, W> first, second;
+    UNROLL for (int i = 0; i < R; i++)
+      UNROLL for (int j = 0; j < W; j++) first[i][j] = second[i][j] = zero();
+    for (const long end = least(block + K::BLOCKS, count); block < end; block++) {
+      add_block<K, R, W>(x, packed, ahead, first, K::HALVES ? second : first);
+      x += R * DEPTH;
+      packed += BLOCK<K>;
     }
+    UNROLL for (int i = 0; i < R; i++)
+      UNROLL for (int j = 0; j < W; j++) {
+        float* sum = sums + i * PANEL + j * SIDE;
+        store(sum, add(load(sum), K::HALVES ? add(first[i][j], second[i][j]) : first[i][j]));
+      }
   }
-  if (!K::HALVES)
-    UNROLL for (int i = 0; i < R; i++) UNROLL for (int j = 0; j < W; j++) store(sum(i, j), evens[i][j]);
 }
 
 // Adds `count` blocks of `rows` rows, R at most, to all columns of a panel.
