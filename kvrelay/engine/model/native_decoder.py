@@ -1,8 +1,9 @@
-"""The forward pass of a known model between the compiled kernels of the CPU.
+"""The forward pass of a known model by the compiled kernels of the CPU, called one by one.
 
-A layer is four matrix products, the attention, and four calls on rows: the sum of two streams with
-its norm (twice), the rotation with the norm of each head, and the gated activation. Every rounding
-is where ``model.decoder`` has it.
+It is used where oneDNN multiplies, ``model.compiled_decoder`` where our products do. A layer is
+four matrix products, the attention, and four calls on rows: the sum of two streams with its norm
+(twice), the rotation with the norm of each head, and the gated activation. Every rounding is where
+``model.decoder`` has it.
 """
 
 from __future__ import annotations
