@@ -64,16 +64,19 @@ class CompiledDecoder:
             raise IndexError(f"rows to keep must ascend and be below {count}: {rows.tolist()}")
         return logits
 
-    def _check(self, step: NativeStep, *numbers: torch.Tensor) -> None:
+    def _check(
+        self, step: NativeStep, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    ) -> None:
         """``ValueError`` if compiled code would read or write other memory."""
         weights = self.weights
-        heads, tokens, positions = weights.heads, *numbers[:2]
+        heads = weights.heads
         found = (step.layers, step.heads, step.width, step.dtype)
         if found != (len(weights.layers), heads.keys, heads.width, weights.embedding.dtype):
             raise ValueError(f"a step over another pool: layers, heads, width and dtype {found}")
         if not tokens.shape == positions.shape == (1, step.rows):
             sizes = f"{tuple(tokens.shape)} tokens and {tuple(positions.shape)} positions"
             raise ValueError(f"{sizes} for a step of {step.rows} rows")
+        numbers = (tokens, positions, rows)
         if any(one.dtype is not torch.int64 or not one.is_contiguous() for one in numbers):
             raise ValueError("tokens, positions and rows to keep must be contiguous and int64")
 

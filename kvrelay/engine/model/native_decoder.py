@@ -37,8 +37,9 @@ class NativeDecoder:
         weights, kernels = self.weights, self.kernels
         heads = weights.heads
         turning = heads.queries + heads.keys
-        if step.last_position >= weights.angles.shape[0]:
-            raise IndexError(f"position {step.last_position} of {weights.angles.shape[0]}")
+        last = int(positions.max())
+        if last >= weights.angles.shape[0]:
+            raise IndexError(f"position {last} of {weights.angles.shape[0]}")
         hidden = weights.embedding[tokens[0]]
         added: torch.Tensor | None = None
         for number, layer in enumerate(weights.layers):

@@ -1,4 +1,4 @@
-"""A forward pass in one call, beside the same kernels called one by one.
+"""Compares a forward pass in one call with the same kernels called one by one.
 
 ``.. forward_checks FILE SEED CASES`` checks that of one object.
 """

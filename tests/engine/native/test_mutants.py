@@ -222,7 +222,6 @@ PROGRAMS = (["guarded"], ["row_checks", "11", "60"], ["checks", VARIANT, "11", "
 TILE_PROGRAMS = (["guarded"], ["checks", build.AMX, "11", "12"])
 FORWARD_PROGRAMS = (["forward_checks", "11", "60"],)
 
-
 # Processes that have imported torch already: they are forked for every program.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(

@@ -58,7 +58,6 @@ class NativeBackend:
             inputs=batch.inputs(self.pool.device),
             layers=shape.num_layers,
             rows=len(batch.tokens),
-            last_position=int(batch.positions.max()),
             heads=shape.num_kv_heads,
             width=shape.head_dim,
             dtype=self.pool.tensor.dtype,
@@ -76,7 +75,6 @@ class NativeStep:
     inputs: ModelInputs
     layers: int
     rows: int
-    last_position: int
     heads: int  # of K and V
     width: int
     dtype: torch.dtype
