@@ -222,7 +222,7 @@ def _products() -> Diagnosis:
         return Diagnosis("products", "absent", str(error), "workers in bfloat16 refuse to start")
     if isinstance(found, Products):
         means = "workers on the CPU multiply bfloat16 with it"
-        return Diagnosis("products", "ok", found.profile, means)
+        return Diagnosis("products", "ok", found.summary, means)
     means = "workers on the CPU multiply bfloat16 with oneDNN"
     return Diagnosis("products", "absent" if found.notable else "ok", found.reason, means)
 

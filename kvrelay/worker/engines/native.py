@@ -144,7 +144,8 @@ def open_runner(model: LoadedModel, limits: EngineLimits, way: Way, threads: int
     if runner.attention_reason:
         log.warning("attention is %s: %s", runner.attention_profile, runner.attention_reason)
     if isinstance(model.products, Products):
-        log.info("matrix products are %s", model.products.profile)
+        level = logging.WARNING if model.products.passed_over else logging.INFO
+        log.log(level, "matrix products are %s", model.products.summary)
     elif model.products.notable:
         log.warning("matrix products are those of torch: %s", model.products.reason)
     if runner.graphs_reason:

@@ -9,8 +9,12 @@ from dataclasses import replace
 
 import torch
 
-from kvrelay.engine.attention.native.build import AMX, PLAIN
-from kvrelay.engine.attention.native.library import load_product, tiles_refused
+from kvrelay.engine.attention.native.build import AMX
+from kvrelay.engine.attention.native.library import (
+    BFLOAT16_ONLY,
+    product_definition,
+    tiles_refused,
+)
 from kvrelay.engine.attention.native.products import (
     Products,
     TiledWeight,
@@ -28,7 +32,7 @@ SIZES = (1, 2, 31, 32, 33, 64, 70, 257, 300, 513, 1040)
 
 def dtypes_of(variant: str) -> tuple[torch.dtype, ...]:
     """What an object multiplies."""
-    return (torch.bfloat16,) if variant == AMX else (torch.bfloat16, torch.float32)
+    return (torch.bfloat16,) if variant in BFLOAT16_ONLY else (torch.bfloat16, torch.float32)
 
 
 def numbers(own: Products, generator: torch.Generator, *shape: int) -> torch.Tensor:
@@ -50,7 +54,9 @@ def layer(
 
 def of_plain(product: TiledWeight) -> TiledWeight:
     """The same weight, multiplied by the definition."""
-    return replace(product, products=replace(product.products, function=load_product(PLAIN)))
+    own = product.products
+    plain = replace(own, function=product_definition(own.variant))
+    return replace(product, products=plain)
 
 
 def check_random(own: Products, seed: int, cases: int) -> None:
@@ -181,7 +187,7 @@ def check_sizes(own: Products) -> None:
 
 def everything(own: Products, seed: int, cases: int) -> None:
     """All checks."""
-    difference = products_differ(own, load_product(PLAIN))
+    difference = products_differ(own, product_definition(own.variant))
     assert difference is None, difference
     for check in (check_every_count, check_hidden_bits, check_unusual, check_threads, check_sizes):
         check(own)

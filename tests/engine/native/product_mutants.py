@@ -82,8 +82,11 @@ VECTOR_MUTANTS = {
         "ODD ? pairs.odd : pairs.even;",
         "pairs.even;",
     ),
-    "weights of float32 at odd places are those at even ones": ("(pair + ODD * LINE)", "(pair)"),
-    "numbers at odd places are those at even ones": ("x[i * DEPTH + ODD]", "x[i * DEPTH]"),
+    "weights of float32 at odd places are those at even ones": (
+        "load((const float*)(two + ODD * LINE))",
+        "load((const float*)two)",
+    ),
+    "numbers at odd places are those at even ones": ("x[i * K::TERMS + ODD]", "x[i * K::TERMS]"),
     "sums begin anew with every run": ("store(sum, add(load(sum), K", "store(sum, add(zero(), K"),
     "halves are added one after the other": (
         "add(load(sum), K::HALVES ? add(first[i][j], second[i][j]) : first[i][j])",
@@ -92,14 +95,14 @@ VECTOR_MUTANTS = {
     "float32 has halves too": ("K::HALVES ? second : first);", "second);"),
     "a run is a block": ("least(block + K::BLOCKS, count)", "block + 1"),
     "one row is added up in another order": (
-        "add_numbers<K, false>(x + 2 * pair, packed, evens);",
-        "const long by = R == 1 ? DEPTH / 2 - 1 - 2 * pair : 0;\n"
-        "add_numbers<K, false>(x + 2 * (pair + by), packed + by * 2 * SIDE * K::BYTES, evens);",
+        "add_term<K, false>(x + term, packed, evens);",
+        "const long by = R == 1 ? K::TERMS - 2 - 2 * term : 0;\n"
+        "add_term<K, false>(x + term + by, packed + by / 2 * TWO, evens);",
     ),
     "two rows and more are added up in another order": (
-        "add_numbers<K, true>(x + 2 * pair, packed, odds);",
-        "const long by = R > 1 ? DEPTH / 2 - 1 - 2 * pair : 0;\n"
-        "add_numbers<K, true>(x + 2 * (pair + by), packed + by * 2 * SIDE * K::BYTES, odds);",
+        "add_term<K, true>(x + term, packed, odds);",
+        "const long by = R > 1 ? K::TERMS - 2 - 2 * term : 0;\n"
+        "add_term<K, true>(x + term + by, packed + by / 2 * TWO, odds);",
     ),
     "left and right columns have one weight": (
         "<ODD>(packed + j * (BLOCK<K> / 2))",
@@ -120,26 +123,60 @@ VECTOR_MUTANTS = {
     "many products wake no threads": ("SERIAL = 1e5", "SERIAL = 1e15"),
     "few rows are copied by all threads": ("double(tall * k) < SERIAL ? nullptr : team", "team"),
     "subnormal numbers count": ("    const Rounding rounding;\n", ""),
-    "the rest of a row is read from the next row": ("left - at));", "VECTOR));"),
+    "the rest of a row is read from the next row": (
+        "left - at < VECTOR ? Rest<K>(numbers, left - at).room : numbers",
+        "numbers",
+    ),
     "the rest of a row is left out": (
         "if (count > 0) memcpy(room, at, size_t(K::BYTES * count));",
         ";",
     ),
-    "later blocks of many rows are the first": ("(copy(i, from), here", "(copy(i, 0), here"),
+    "later blocks of many rows are the first": ("(copy(i, from), {here", "(copy(i, 0), {here"),
     "later blocks of a weight are the first": ("weight + from * BLOCK<K>", "weight"),
-    "every strip has the rows of the first": ("(copy(i, from), here", "(copy(0, from), here"),
+    "every strip has the rows of the first": ("(copy(i, from), {here", "(copy(0, from), {here"),
     "the sums of two strips overlap": ("sums + offset(i) * PANEL", "sums + i * PANEL"),
     "sums of the task before are kept": ("if (from == 0) memset", "if (!panel && !from) memset"),
     "sums of a chunk before are lost": ("if (from == 0) memset", "memset"),
     "blocks behind the last are read": ("least(CHUNK<K>, blocks - from)", "CHUNK<K>"),
     "columns beyond the last are written": (": sum, n - column);", ": sum, VECTOR);"),
     "a bias beyond the last is read": ("column, n - column) : zero()", "column, VECTOR) : zero()"),
-    "rows beyond the last are read": ("least(K::FEW, bottom - top - offset(strip))", "K::FEW"),
+    "rows beyond the last are read": ("least(height(), bottom - top - offset(strip))", "height()"),
     "a bias is left out": ("bias ? add(sum, added) : sum", "sum"),
     "no bias is a bias of zeros": ("bias ? add(sum, added) : sum", "add(sum, added)"),
-    "a NaN of float32 has the bits of its origin": ("canonical(x)", "x"),
-    "the copies are too small": ("size_t(4 * tall * blocks * DEPTH)", "size_t(4 * tall * k)"),
+    "a NaN of float32 has the bits of its origin": ("(float*)at, canonical(x)", "(float*)at, x"),
+    "the copies are too small": ("tall * blocks * K::TERMS", "tall * k * K::TERMS / DEPTH"),
+    "a task has panels behind the last": (
+        "least(first + job.broad, job.panels)",
+        "first + job.broad",
+    ),
+    "a task has a panel too few": ("panel < end; panel++", "panel < end - 1; panel++"),
+    "later tasks have the panels of the first": ("first = task * job.broad,", "first = 0,"),
 }
+
+PAIR_MUTANTS = {
+    "weights at odd places are those at even ones": (
+        "load_pairs((const Word*)(two + ODD * LINE))",
+        "load_pairs((const Word*)two)",
+    ),
+    "half of the numbers are copied": (
+        "memcpy(to, from, BYTES * VECTOR)",
+        "memcpy(to, from, VECTOR)",
+    ),
+    "even and odd pairs are added apart": (
+        "struct Bfloat16 {\n  static constexpr bool HALVES = false;",
+        "struct Bfloat16 {\n  static constexpr bool HALVES = true;",
+    ),
+    "a run is a block": (
+        "static constexpr long BLOCKS = RUN, BYTES = 2",
+        "static constexpr long BLOCKS = 1, BYTES = 2",
+    ),
+    "a NaN has the bits of its origin": (
+        "store_bfloat16(at, canonical(x))",
+        "store_bfloat16(at, x)",
+    ),
+    "subnormal sums count": ("    const Rounding rounding;\n", ""),
+}
+"""In what AVX512-BF16 alone compiles, and what it must have as the others."""
 
 AVX2_MUTANTS = {
     **VECTOR_MUTANTS,

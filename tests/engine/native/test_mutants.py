@@ -15,7 +15,12 @@ import pytest
 
 from kvrelay.engine.attention.native import build
 from kvrelay.engine.attention.native.library import runs, tiles_refused
-from tests.engine.native.product_mutants import AMX_MUTANTS, AVX2_MUTANTS, VECTOR_MUTANTS
+from tests.engine.native.product_mutants import (
+    AMX_MUTANTS,
+    AVX2_MUTANTS,
+    PAIR_MUTANTS,
+    VECTOR_MUTANTS,
+)
 
 VARIANT = build.AVX2
 KERNEL, LANES, COMMON = "attention.cpp", "lanes_avx2.h", "lanes.h"
@@ -300,6 +305,7 @@ def products_of(variant: str, mutants: Mapping[str, tuple[str, str]]) -> Part:
 
 PARTS = {
     "products on AMX": products_of(build.AMX, AMX_MUTANTS),
+    "products on AVX512-BF16": products_of(build.AVX512_BF16, PAIR_MUTANTS),
     "products on AVX-512": products_of(build.AVX512, VECTOR_MUTANTS),
     "products on AVX2": products_of(build.AVX2, AVX2_MUTANTS),
     "tiles": Part(build.AMX, KERNEL, build.SOURCES, TILE_MUTANTS, TILE_PROGRAMS),

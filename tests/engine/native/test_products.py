@@ -1,4 +1,4 @@
-"""The products on AMX tiles, AVX-512 and AVX2, what refuses them, and what is used instead."""
+"""Products on AMX tiles, AVX512-BF16, AVX-512, AVX2; what refuses them, what is used instead."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from kvrelay.engine.attention.native.library import (
     FORCED_PRODUCTS,
     load_product,
     parallel,
+    product_definition,
     products_of,
     runs,
     tiles_refused,
@@ -121,7 +122,7 @@ def test_the_plain_object_is_as_in_float64(compiled: None, dtype: torch.dtype) -
 
 
 def test_the_self_test_finds_a_wrong_product(own: Products) -> None:
-    plain = load_product(build.PLAIN)
+    plain = product_definition(own.variant)
     assert products_differ(own, plain) is None
 
     def nothing(*arguments: int | None) -> int:
@@ -181,14 +182,19 @@ def test_layers_and_profile_follow_what_is_used(
 def test_a_refusal_of_the_system_is_said(
     fresh: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """oneDNN multiplies instead, unless tiles were asked for."""
+    """The next best multiply instead, unless tiles were asked for."""
     monkeypatch.setattr(library, "tiles_refused", lambda: "the system refuses AMX tiles: reason")
-    assert products_of(torch.bfloat16) == NoProducts("the system refuses AMX tiles: reason")
+    monkeypatch.setattr(library, "runs", lambda name: name == build.AVX512_BF16)
+    monkeypatch.setattr(library, "_tested", lambda name, dtype: Products(name, dtype, int, 0))
+    found = products_of(torch.bfloat16)
+    assert isinstance(found, Products)
+    assert found.variant == build.AVX512_BF16
+    assert found.summary == "products-1-avx512bf16; amx: the system refuses AMX tiles: reason"
     monkeypatch.setenv(FORCED_PRODUCTS, "amx")
     with pytest.raises(Rejected, match=f"{FORCED_PRODUCTS}: amx cannot be used: the system"):
         products_of(torch.bfloat16)
     monkeypatch.setenv(FORCED_PRODUCTS, "mkl")
-    with pytest.raises(Rejected, match="'mkl' is not one of amx, avx512, avx2, onednn"):
+    with pytest.raises(Rejected, match="'mkl' is not one of amx, avx512bf16, avx512, avx2, onednn"):
         products_of(torch.bfloat16)
     monkeypatch.setenv(FORCED_PRODUCTS, "onednn")
     for dtype in BOTH.values():
@@ -198,7 +204,7 @@ def test_a_refusal_of_the_system_is_said(
 @pytest.mark.parametrize(
     ("instructions", "half", "single"),
     [
-        ((build.AVX512_BF16, build.AVX512, build.AVX2), None, build.AVX512),
+        ((build.AVX512_BF16, build.AVX512, build.AVX2), build.AVX512_BF16, build.AVX512),
         ((build.AVX512, build.AVX2), build.AVX512, build.AVX512),
         ((build.AVX2,), build.AVX2, build.AVX2),
         ((), None, None),
@@ -211,7 +217,7 @@ def test_without_tiles_the_best_products_are_used(
     half: str | None,
     single: str | None,
 ) -> None:
-    """oneDNN's on a processor that multiplies bfloat16; there is nothing to note."""
+    """oneDNN's on a processor that can run none of ours; there is nothing to note."""
     monkeypatch.setattr(library, "tiles_refused", lambda: library.NO_TILES)
     monkeypatch.setattr(library, "runs", lambda name: name in instructions)
     monkeypatch.setattr(library, "_tested", lambda name, dtype: Products(name, dtype, int, 0))
@@ -219,13 +225,12 @@ def test_without_tiles_the_best_products_are_used(
         if variant:
             assert products_of(dtype) == Products(variant, dtype, int, 0)
         else:
-            reason = library.NO_TILES if instructions else "this processor has no avx2"
-            assert products_of(dtype) == NoProducts(reason, notable=False)
+            assert products_of(dtype) == NoProducts("this processor has no avx2", notable=False)
     why = "they are for bfloat16 and float32"
     assert products_of(torch.float16) == NoProducts(why, notable=False)
 
 
-@pytest.mark.parametrize("forced", ["", build.AMX])
+@pytest.mark.parametrize("forced", ["", *library.BFLOAT16_ONLY])
 def test_beside_tiles_float32_has_the_best_vectors(
     fresh: None, monkeypatch: pytest.MonkeyPatch, forced: str
 ) -> None:
@@ -233,28 +238,30 @@ def test_beside_tiles_float32_has_the_best_vectors(
     monkeypatch.setattr(library, "tiles_refused", lambda: "")
     monkeypatch.setattr(library, "runs", lambda name: True)
     monkeypatch.setattr(library, "_tested", lambda name, dtype: Products(name, dtype, int, 0))
-    assert products_of(torch.bfloat16) == Products(build.AMX, torch.bfloat16, int, 0)
+    used = forced or build.AMX
+    assert products_of(torch.bfloat16) == Products(used, torch.bfloat16, int, 0)
     assert products_of(torch.float32) == Products(build.AVX512, torch.float32, int, 0)
 
 
-@pytest.mark.parametrize("name", [build.AVX512, build.AVX2])
+@pytest.mark.parametrize("name", build.PRODUCT_SOURCES)
 def test_what_this_processor_cannot_run_is_refused(
     fresh: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(library, "runs", lambda name: False)
+    monkeypatch.setattr(library, "tiles_refused", lambda: library.NO_TILES)
     monkeypatch.setenv(FORCED_PRODUCTS, name)
-    for dtype in BOTH.values():
+    for dtype in product_checks.dtypes_of(name):
         with pytest.raises(Rejected, match=f"{name} cannot be used: this processor has no {name}"):
             products_of(dtype)
 
 
 @pytest.mark.parametrize("dtype", BOTH.values(), ids=BOTH)
 def test_all_products_have_the_same_bits(compiled: None, dtype: torch.dtype) -> None:
-    """A worker's products do not depend on which of them it has."""
+    """All but those on AVX512-BF16, which add in another order."""
     here = [
         Products(name, dtype, load_product(name), 0)
         for name in build.PRODUCT_SOURCES
-        if runs(name) and dtype in product_checks.dtypes_of(name)
+        if runs(name) and dtype in product_checks.dtypes_of(name) and name != build.AVX512_BF16
     ]
     if len(here) < 2:
         pytest.skip("needs a processor that runs two")
@@ -272,8 +279,10 @@ def test_what_was_not_compiled_is_not_used(fresh: None, monkeypatch: pytest.Monk
     assert products_of(torch.bfloat16) == NoProducts("plain: not compiled", notable=False)
     library._load_products.cache_clear()
     monkeypatch.setattr(library, "tiles_refused", lambda: "")
+    monkeypatch.setattr(library, "runs", lambda name: True)
     monkeypatch.setattr(library, "load_product", missing)
-    assert products_of(torch.bfloat16) == NoProducts("amx: not compiled")
+    wanted = "; ".join(f"{name}: {name}: not compiled" for name in build.PRODUCT_SOURCES)
+    assert products_of(torch.bfloat16) == NoProducts(wanted)
 
 
 def test_an_object_that_fails_its_test_is_not_used(
@@ -281,7 +290,7 @@ def test_an_object_that_fails_its_test_is_not_used(
 ) -> None:
     monkeypatch.setenv(FORCED_PRODUCTS, variant)
     monkeypatch.setattr(library, "products_differ", lambda products, oracle: "other bits")
-    assert library._tested(variant, torch.bfloat16) == NoProducts("other bits")
+    assert library._tested(variant, torch.bfloat16) == "other bits"
     with pytest.raises(Rejected, match=f"{variant} cannot be used: other bits"):
         products_of(torch.bfloat16)
     library._load_products.cache_clear()

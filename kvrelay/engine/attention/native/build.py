@@ -44,7 +44,12 @@ FLAGS = (
 # What each object is made of: ``plain`` is the definition, in plain C++.
 SOURCES = ("attention.cpp", "rows.cpp")
 _VECTOR = "products_vector.cpp"
-PRODUCT_SOURCES = {AMX: "products_amx.cpp", AVX512: _VECTOR, AVX2: _VECTOR}
+PRODUCT_SOURCES = {
+    AMX: "products_amx.cpp",
+    AVX512_BF16: _VECTOR,
+    AVX512: _VECTOR,
+    AVX2: _VECTOR,
+}
 PLAIN_SOURCES = ("plain.cpp", "plain_rows.cpp", "plain_products.cpp", "forward.cpp")
 _STATIC = ("-static-libgcc", "-static-libstdc++")  # so that no runtime of C++ is needed
 _COMPILERS = ("c++", "g++", "clang++")

@@ -10,17 +10,15 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from kvrelay.engine.attention.native.arguments import KernelArguments
+from kvrelay.engine.attention.native.arguments import KINDS, KernelArguments
 from kvrelay.engine.attention.native.build import (
     AMX,
-    AVX2,
-    AVX512,
     AVX512_BF16,
     COMMAND,
     FOLDER,
@@ -30,6 +28,7 @@ from kvrelay.engine.attention.native.build import (
     variants,
 )
 from kvrelay.engine.attention.native.products import (
+    PAIRS,
     NoProducts,
     ProductFunction,
     Products,
@@ -44,6 +43,7 @@ FORCED = "KVRELAY_ATTENTION_VARIANT"
 FORCED_PRODUCTS = "KVRELAY_PRODUCTS"
 ONEDNN = "onednn"
 MULTIPLIED = (torch.bfloat16, torch.float32)
+BFLOAT16_ONLY = (AMX, AVX512_BF16)
 NO_TILES = "this processor has no AMX for bfloat16"
 
 Function = Callable[[KernelArguments], int]
@@ -142,11 +142,11 @@ def _load(forced: str) -> NativeKernel:
 
 
 def products_of(dtype: torch.dtype) -> Products | NoProducts:
-    """The CPU's products in a dtype: on AMX, AVX-512 or AVX2.
+    """The CPU's products in a dtype: on AMX, AVX512-BF16, AVX-512 or AVX2.
 
-    oneDNN's are used in bfloat16 on AVX512-BF16 without AMX, where those on AVX-512 are slower, and
-    where ours cannot be used. AMX has no float32: there ``KVRELAY_PRODUCTS=amx`` is ignored. Raises
-    ``Rejected`` if the variable asks for what cannot be used here.
+    The first two have no float32; there the variable's ``amx`` and ``avx512bf16`` are ignored.
+    oneDNN's are used where ours cannot be. Raises ``Rejected`` if the variable asks for what cannot
+    be used here.
     """
     forced = os.environ.get(FORCED_PRODUCTS, "")
     known = (*PRODUCT_SOURCES, ONEDNN)
@@ -156,7 +156,7 @@ def products_of(dtype: torch.dtype) -> Products | NoProducts:
         return NoProducts("they are for bfloat16 and float32", notable=False)
     if forced == ONEDNN:
         return NoProducts(f"{FORCED_PRODUCTS}={forced}", notable=False)
-    if dtype is torch.float32 and forced == AMX:
+    if dtype is torch.float32 and forced in BFLOAT16_ONLY:
         forced = ""
     found = _load_products(forced, dtype)
     if forced and isinstance(found, NoProducts):
@@ -167,31 +167,36 @@ def products_of(dtype: torch.dtype) -> Products | NoProducts:
 @cache
 def _load_products(forced: str, dtype: torch.dtype) -> Products | NoProducts:
     """Those of a variant, or the best ones if ``forced`` is empty."""
+    left_out = () if dtype is torch.bfloat16 else BFLOAT16_ONLY
+    lacking = ""
+    against: list[str] = []
     try:
-        if dtype is torch.bfloat16 and forced in ("", AMX):
-            reason = tiles_refused()
-            if not reason:
-                return _tested(AMX, dtype)
-            if reason != NO_TILES or forced or runs(AVX512_BF16):
-                return NoProducts(reason, notable=reason != NO_TILES)
-        name = forced or (AVX512 if runs(AVX512) else AVX2)
-        if not runs(name):
-            return NoProducts(f"this processor has no {name}", notable=False)
-        return _tested(name, dtype)
+        for variant in (forced,) if forced else PRODUCT_SOURCES:
+            if variant in left_out:
+                continue
+            refused = tiles_refused() if variant == AMX else ""
+            if refused == NO_TILES or not (refused or runs(variant)):
+                lacking = f"this processor has no {variant}"
+                continue
+            found = refused or _tested(variant, dtype)
+            if isinstance(found, Products):
+                return replace(found, passed_over=tuple(against))
+            against.append(found if forced else f"{variant}: {found}")
     except NoKernel as error:  # attention has logged it
         return NoProducts(str(error), notable=False)
+    return NoProducts("; ".join(against) or lacking, notable=bool(against))
 
 
-def _tested(variant: str, dtype: torch.dtype) -> Products | NoProducts:
-    """The products of an object that this processor can run, if they pass their self-test."""
+def _tested(variant: str, dtype: torch.dtype) -> Products | str:
+    """The products of an object that this processor can run, or why they are not to be used."""
     try:
         found = Products(variant, dtype, load_product(variant), parallel())
-        against = products_differ(found, load_product(PLAIN))
+        difference = products_differ(found, product_definition(variant))
     except NoKernel as error:
-        return NoProducts(str(error))
-    if against is None and not found.parallel:
-        against = "torch has no GOMP_parallel"
-    return found if against is None else NoProducts(against)
+        return str(error)
+    if difference is None and not found.parallel:
+        return "torch has no GOMP_parallel"
+    return difference or found
 
 
 def tiles_refused() -> str:
@@ -200,6 +205,17 @@ def tiles_refused() -> str:
     if answer < 0:
         return NO_TILES
     return f"the system refuses AMX tiles: {os.strerror(answer)}" if answer else ""
+
+
+def product_definition(variant: str) -> ProductFunction:
+    """The plain object's product, adding bfloat16 as ``variant`` does."""
+    plain = load_product(PLAIN)
+
+    def paired(*arguments: int | None) -> int:
+        *first, kind, threads, parallel = arguments
+        return plain(*first, PAIRS if kind == KINDS[torch.bfloat16] else kind, threads, parallel)
+
+    return paired if variant == AVX512_BF16 else plain
 
 
 def load_product(name: str, folder: Path = FOLDER) -> ProductFunction:

@@ -27,11 +27,12 @@ float sum_bfloat16(const Row& x, const char* tile, int64_t column) {
   return y;
 }
 
-float sum_float32(const Row& x, const char* tile, int64_t column) {
+// The sum of runs of blocks; `add(run, block)` adds the products of a block to its run.
+template <class Add>
+float sum_runs(int64_t size, const Add& add) {
   float y = 0.f, run = 0.f;
-  for (int64_t block = 0; block * DEPTH < x.size; block++, tile += 2 * STEP) {
-    for (int64_t i = 0; i < DEPTH; i++)
-      run = fmaf(x[block * DEPTH + i], element(tile, i * SIDE + column, FLOAT32), run);
+  for (int64_t block = 0; block * DEPTH < size; block++) {
+    run = add(run, block);
     if ((block + 1) % RUN == 0) {
       y += run;
       run = 0.f;
@@ -40,18 +41,42 @@ float sum_float32(const Row& x, const char* tile, int64_t column) {
   return y + run;
 }
 
+float sum_float32(const Row& x, const char* tile, int64_t column) {
+  return sum_runs(x.size, [&](float run, int64_t block) {
+    for (int64_t i = 0; i < DEPTH; i++) {
+      const float weight = element(tile + block * 2 * STEP, i * SIDE + column, FLOAT32);
+      run = fmaf(x[block * DEPTH + i], weight, run);
+    }
+    return run;
+  });
+}
+
+// As VDPBF16PS does: of each pair the odd product is added first.
+float sum_pairs(const Row& x, const char* tile, int64_t column) {
+  return sum_runs(x.size, [&](float run, int64_t block) {
+    for (int64_t i = 0; i < DEPTH; i++) {
+      const int64_t at = i ^ 1;
+      const float weight = element(tile + block * STEP, at / 2 * PANEL + column * 2 + at % 2, BFLOAT16);
+      run = fmaf(x[block * DEPTH + at], weight, run);
+    }
+    return run;
+  });
+}
+
 }  // namespace
 
 int kvrelay_product(const char* x, const char* packed, const char* bias, char* out, int64_t rows,
-                    int64_t n, int64_t k, int64_t kind, int64_t, Parallel) {
+                    int64_t n, int64_t k, int64_t order, int64_t, Parallel) {
   const Rounding rounding;
+  const int64_t kind = order == PAIRS ? BFLOAT16 : order;
+  const auto sum = order == PAIRS ? sum_pairs : order == FLOAT32 ? sum_float32 : sum_bfloat16;
   const int64_t blocks = (k + DEPTH - 1) / DEPTH, bytes = kind == FLOAT32 ? 4 : 2;
   const int64_t step = STEP / 2 * bytes;
   for (int64_t row = 0; row < rows; row++)
     for (int64_t column = 0; column < n; column++) {
       const Row numbers{x + bytes * row * k, k, kind};
       const char* tile = packed + column / PANEL * blocks * step + column % PANEL / SIDE * (step / 2);
-      float y = (kind == FLOAT32 ? sum_float32 : sum_bfloat16)(numbers, tile, column % SIDE);
+      float y = sum(numbers, tile, column % SIDE);
       if (bias) y += element(bias, column, kind);
       put(out, row * n + column, y, kind);
     }

@@ -1,7 +1,8 @@
 """Matrix products on AMX, AVX-512 or AVX2. A row's result depends on itself alone.
 
-products.h defines the arithmetic of an element in bfloat16 and in float32, which is the same on
-all three, and the packed layout of a weight. AMX has no float32.
+products.h defines the arithmetic of an element in bfloat16 and in float32, and the packed layout of
+a weight. The arithmetic of AVX512-BF16 is its own, that of all others the same. AMX and AVX512-BF16
+have no float32.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ REVISION = 1  # of the arithmetic: increase it with every change of a result's b
 _PANEL = 32
 _DEPTH = 32
 _SIDE = 16
+PAIRS = 3  # as in products.h
 _WORD = 4  # bytes of one column of a tile: a float32 or a pair of bfloat16
 
 _NUMBER = ctypes.c_int64
@@ -32,18 +34,25 @@ ProductFunction = Callable[..., int]
 class Products:
     """A variant's compiled product in a dtype.
 
-    ``parallel`` is ``GOMP_parallel`` of torch's threads (0: one thread).
+    ``parallel`` is ``GOMP_parallel`` of torch's threads (0: one thread). ``passed_over`` has the
+    reasons against better ones.
     """
 
     variant: str
     dtype: torch.dtype
     function: ProductFunction
     parallel: int
+    passed_over: tuple[str, ...] = ()
 
     @property
     def profile(self) -> str:
         """The part of the numeric profile that names these products."""
         return f"products-{REVISION}-{self.variant}"
+
+    @property
+    def summary(self) -> str:
+        """For people: the profile, and why there are no better ones."""
+        return "; ".join((self.profile, *self.passed_over))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-// The products of products.h on AVX-512 or AVX2, in bfloat16 with the bits of those on AMX tiles;
-// plain_products.cpp is the definition of all.
+// The products of products.h on AVX512-BF16, AVX-512 or AVX2; plain_products.cpp is the definition.
 //
-// Rows of x are copied once, as float32, in the order in which they are read.
+// Rows of x are copied once, in the order in which they are read. A thread reads panels that lie one
+// after the other, so that what the processor fetches ahead of them is used.
 #include "products.h"
 
 #include <atomic>
@@ -21,33 +21,62 @@ constexpr int WIDTH = NARROW ? 1 : 2;  // tiles of a few rows whose accumulators
 constexpr int TILES = PANEL / SIDE;    // of a panel
 constexpr long LINE = 64;              // bytes
 constexpr long TALL = 516;             // rows of a task: the weight is read once for so many
-constexpr long MANY = 6;               // strips: computing more hides the way of the next weight
-constexpr long AHEAD = 4 * STEP;       // bytes: the first of few strips asks for the weight so early
+constexpr long BROAD = 8;              // panels of a task, if each thread has as many tasks
 constexpr double SERIAL = 1e5;         // multiplications or numbers not worth waking threads for
 
-// HALVES: the products at even and at odd places of a block have accumulators of their own. BLOCKS
-// are summed before their sum is added.
+// What one instruction multiplies is a term: a number or a pair of them, of which a block has TERMS.
+// HALVES: the products of even and of odd terms have accumulators of their own. BLOCKS are summed
+// before their sum is added. FEW rows are in registers together.
+#ifdef __AVX512BF16__
+struct Bfloat16 {
+  static constexpr bool HALVES = false;
+  static constexpr long BLOCKS = RUN, BYTES = 2, TERMS = DEPTH / 2;
+  static constexpr long FEW = 12;
+  using Term = Word;
+  using Weight = Pairs;
+  static Lanes read(const char* at) { return load_bfloat16(at); }
+  static void write(char* at, Lanes x) { store_bfloat16(at, canonical(x)); }
+  static void copy(Term* to, const char* from) { memcpy(to, from, BYTES * VECTOR); }
+  template <bool ODD>
+  static Weight weight(const char* two) {
+    return load_pairs((const Word*)(two + ODD * LINE));
+  }
+  static Pair all_of(Term x) { return pair(x); }
+  static Lanes add_term(Lanes sum, Pair x, Weight weight) { return dot(sum, x, weight); }
+};
+#else
 struct Bfloat16 {
   static constexpr bool HALVES = true;
-  static constexpr long BLOCKS = 1, BYTES = 2, FEW = NARROW ? 3 : 6;  // rows that are in registers together
+  static constexpr long BLOCKS = 1, BYTES = 2, TERMS = DEPTH, FEW = NARROW ? 3 : 6;
+  using Term = float;
+  using Weight = Lanes;
   static Lanes read(const char* at) { return load_bfloat16(at); }
   static void write(char* at, Lanes x) { store_bfloat16(at, x); }
+  static void copy(Term* to, const char* from) { store(to, read(from)); }
   template <bool ODD>
-  static Lanes weight(const char* pair) {
-    const Pairs pairs = load_pairs((const Word*)pair);
+  static Lanes weight(const char* two) {
+    const Pairs pairs = load_pairs((const Word*)two);
     return ODD ? pairs.odd : pairs.even;
   }
+  static Lanes all_of(Term x) { return all(x); }
+  static Lanes add_term(Lanes sum, Lanes x, Lanes weight) { return fused(x, weight, sum); }
 };
+#endif
 
 struct Float32 {
   static constexpr bool HALVES = false;
-  static constexpr long BLOCKS = RUN, BYTES = 4, FEW = NARROW ? 6 : 12;
+  static constexpr long BLOCKS = RUN, BYTES = 4, TERMS = DEPTH, FEW = NARROW ? 6 : 12;
+  using Term = float;
+  using Weight = Lanes;
   static Lanes read(const char* at) { return load((const float*)at); }
   static void write(char* at, Lanes x) { store((float*)at, canonical(x)); }
+  static void copy(Term* to, const char* from) { store(to, read(from)); }
   template <bool ODD>
-  static Lanes weight(const char* pair) {
-    return load((const float*)(pair + ODD * LINE));
+  static Lanes weight(const char* two) {
+    return load((const float*)(two + ODD * LINE));
   }
+  static Lanes all_of(Term x) { return all(x); }
+  static Lanes add_term(Lanes sum, Lanes x, Lanes weight) { return fused(x, weight, sum); }
 };
 
 template <class K>
@@ -58,46 +87,57 @@ constexpr long CHUNK = 8 * STEP / BLOCK<K>;  // blocks of a panel that stay in a
 template <int R, int W>
 using Sums = Lanes[R][W];
 
-template <int WHERE>
 inline void ask(const void* at, long bytes) {
-  for (long i = 0; i < bytes; i += LINE) _mm_prefetch((const char*)at + i, (_mm_hint)WHERE);
+  for (long i = 0; i < bytes; i += LINE) _mm_prefetch((const char*)at + i, _MM_HINT_T0);
 }
 
-// Adds the products at even (ODD: odd) places of a pair of numbers of W tiles to `sums`.
+// Adds the products of the even (ODD: odd) one of two terms of W tiles to `sums`.
 template <class K, bool ODD, int R, int W>
-inline void add_numbers(const float* x, const char* packed, Sums<R, W>& sums) {
-  Lanes weight[W];
+inline void add_term(const typename K::Term* x, const char* packed, Sums<R, W>& sums) {
+  typename K::Weight weight[W];
   UNROLL for (int j = 0; j < W; j++) weight[j] = K::template weight<ODD>(packed + j * (BLOCK<K> / 2));
   UNROLL for (int i = 0; i < R; i++) {
-    const Lanes number = all(x[i * DEPTH + ODD]);
-    UNROLL for (int j = 0; j < W; j++) sums[i][j] = fused(number, weight[j], sums[i][j]);
+    const auto number = K::all_of(x[i * K::TERMS + ODD]);
+    UNROLL for (int j = 0; j < W; j++) sums[i][j] = K::add_term(sums[i][j], number, weight[j]);
   }
 }
 
-// Adds a block of R rows and W tiles; asks for the rows of the next one if that is worth its time.
+// Adds a block of R rows and W tiles. Asks for the rows of the next one if that is worth its time, and
+// for the weight that is `ahead` bytes behind, if any; with one row AVX-512 is faster without.
 template <class K, int R, int W>
-inline void add_block(const float* x, const char* packed, long ahead, Sums<R, W>& evens,
+inline void add_block(const typename K::Term* x, const char* packed, long ahead, Sums<R, W>& evens,
                       Sums<R, W>& odds) {
-  const float* next = x + R * DEPTH;
-  for (long pair = 0; pair < DEPTH / 2; pair++, packed += 2 * SIDE * K::BYTES) {
-    UNROLL for (int j = 0; j < W; j++)
-      ask<_MM_HINT_T0>(packed + ahead + j * (BLOCK<K> / 2), 2 * SIDE * K::BYTES);
-    if (!NARROW) ask<_MM_HINT_T0>(next + pair * 2 * R, 2 * R * long(sizeof *x));
-    add_numbers<K, false>(x + 2 * pair, packed, evens);
-    add_numbers<K, true>(x + 2 * pair, packed, odds);
+  constexpr long TWO = BLOCK<K> / K::TERMS;  // bytes of two terms of a tile
+  const typename K::Term* next = x + R * K::TERMS;
+  for (long term = 0; term < K::TERMS; term += 2, packed += TWO) {
+    if (ahead && (NARROW || R > 1))
+      UNROLL for (int j = 0; j < W; j++) ask(packed + ahead + j * (BLOCK<K> / 2), TWO);
+    if (!NARROW) ask(next + term * R, 2 * R * long(sizeof *x));
+    add_term<K, false>(x + term, packed, evens);
+    add_term<K, true>(x + term, packed, odds);
   }
 }
 
-// Adds `count` blocks of R rows and W tiles to `sums`, [R][PANEL]: the blocks of a run together.
+// The blocks of a chunk that one strip adds; all strips share in asking for the next chunk.
+struct Blocks {
+  const char* packed;
+  long count, strip, strips;
+};
+
+// Adds blocks of R rows and W tiles to `sums`, [R][PANEL]: those of a run together.
 template <class K, int R, int W>
-void add_blocks(const float* x, const char* packed, long count, long ahead, float* sums) {
+void add_blocks(const typename K::Term* x, const Blocks& blocks, long tile, float* sums) {
+  const char* packed = blocks.packed + tile * (BLOCK<K> / 2);
+  const long count = blocks.count, ahead = CHUNK<K> * BLOCK<K> / (blocks.strips > 1 ? 1 : 2);
+  long asking = blocks.strip;
   for (long block = 0; block < count;) {
     Sums<R, W> first, second;
     UNROLL for (int i = 0; i < R; i++)
       UNROLL for (int j = 0; j < W; j++) first[i][j] = second[i][j] = zero();
     for (const long end = least(block + K::BLOCKS, count); block < end; block++) {
-      add_block<K, R, W>(x, packed, ahead, first, K::HALVES ? second : first);
-      x += R * DEPTH;
+      add_block<K, R, W>(x, packed, block == asking ? ahead : 0, first, K::HALVES ? second : first);
+      if (block == asking) asking += blocks.strips;
+      x += R * K::TERMS;
       packed += BLOCK<K>;
     }
     UNROLL for (int i = 0; i < R; i++)
@@ -108,23 +148,27 @@ void add_blocks(const float* x, const char* packed, long count, long ahead, floa
   }
 }
 
-// Adds `count` blocks of `rows` rows, R at most, to all columns of a panel.
+// Adds blocks of `rows` rows, R at most, to all columns of a panel.
 template <class K, int R>
-void add_rows(const float* x, const char* packed, long count, long ahead, float* sums, long rows) {
+void add_rows(const typename K::Term* x, const Blocks& blocks, float* sums, long rows) {
   if constexpr (R > 1)
-    if (rows < R) return add_rows<K, R - 1>(x, packed, count, ahead, sums, rows);
+    if (rows < R) return add_rows<K, R - 1>(x, blocks, sums, rows);
   constexpr int W = R == 1 ? TILES : WIDTH;
-  for (int tile = 0; tile < TILES; tile += W)
-    add_blocks<K, R, W>(x, packed + tile * (BLOCK<K> / 2), count, ahead, sums + tile * SIDE);
+  for (int tile = 0; tile < TILES; tile += W) add_blocks<K, R, W>(x, blocks, tile, sums + tile * SIDE);
 }
 
-// Up to VECTOR numbers, with zeros behind the last.
+// VECTOR numbers where there are only `count`, with zeros behind them.
+template <class K>
+struct Rest {
+  char room[K::BYTES * VECTOR] = {};
+  Rest(const char* at, long count) {
+    if (count > 0) memcpy(room, at, size_t(K::BYTES * count));
+  }
+};
+
 template <class K>
 inline Lanes read(const char* at, long count) {
-  if (count >= VECTOR) return K::read(at);
-  char room[K::BYTES * VECTOR] = {};
-  if (count > 0) memcpy(room, at, size_t(K::BYTES * count));
-  return K::read(room);
+  return K::read(count < VECTOR ? Rest<K>(at, count).room : at);
 }
 
 template <class K>
@@ -135,32 +179,37 @@ inline void write(char* at, Lanes x, long count) {
   memcpy(at, room, size_t(K::BYTES * count));
 }
 
-// All tasks share the rows from `top` to `bottom`, cut into strips of up to FEW.
+// All tasks share the rows from `top` to `bottom`, cut into strips of up to FEW that are about equal.
 template <class K>
 struct Job {
   const char *x, *packed, *bias;
   char* out;
-  float* copies;  // [chunk][strip][block][row][32], with zeros beyond k
+  typename K::Term* copies;  // [chunk][strip][block][row][TERMS], with zeros beyond k
   long n, k, blocks;
+  long panels, broad;  // all, those of a task
   long top, bottom;
   long tasks;
   std::atomic<long> next;
 
   long strips() const { return ceiling(bottom - top, K::FEW); }
-  long offset(long strip) const { return strip * K::FEW; }  // from `top`
-  long rows(long strip) const { return least(K::FEW, bottom - top - offset(strip)); }
+  long height() const { return ceiling(bottom - top, strips()); }
+  long offset(long strip) const { return strip * height(); }  // from `top`
+  long rows(long strip) const { return least(height(), bottom - top - offset(strip)); }
   long count(long from) const { return least(CHUNK<K>, blocks - from); }  // blocks of a chunk
-  float* copy(long strip, long from) const {
-    return copies + ((bottom - top) * from + offset(strip) * count(from)) * DEPTH;
+  typename K::Term* copy(long strip, long from) const {
+    return copies + ((bottom - top) * from + offset(strip) * count(from)) * K::TERMS;
   }
 
   void copy_chunk(long strip, long from) const {
-    float* to = copy(strip, from);
-    const long stride = rows(strip) * DEPTH, left = k - from * DEPTH;
-    for (long i = 0; i < rows(strip); i++, to += DEPTH) {
+    typename K::Term* to = copy(strip, from);
+    const long stride = rows(strip) * K::TERMS, left = k - from * DEPTH;
+    for (long i = 0; i < rows(strip); i++, to += K::TERMS) {
       const char* row = x + K::BYTES * ((top + offset(strip) + i) * k + from * DEPTH);
-      for (long at = 0; at < count(from) * DEPTH; at += VECTOR)
-        store(to + at / DEPTH * stride + at % DEPTH, read<K>(row + K::BYTES * at, left - at));
+      for (long at = 0; at < count(from) * DEPTH; at += VECTOR) {
+        typename K::Term* here = to + at / DEPTH * stride + at % DEPTH / (DEPTH / K::TERMS);
+        const char* numbers = row + K::BYTES * at;
+        K::copy(here, left - at < VECTOR ? Rest<K>(numbers, left - at).room : numbers);
+      }
     }
   }
 
@@ -176,19 +225,14 @@ struct Job {
     }
   }
 
-  // Each of many strips asks for its share of the next chunk.
   void multiply(long panel, float* sums) const {
     const char* weight = packed + panel * blocks * BLOCK<K>;
-    const bool many = strips() > MANY;
-    const long share = ceiling(CHUNK<K> * BLOCK<K>, LINE * strips()) * LINE;
     for (long from = 0; from < blocks; from += CHUNK<K>)
       for (long i = 0; i < strips(); i++) {
         const char* here = weight + from * BLOCK<K>;
         float* own = sums + offset(i) * PANEL;
         if (from == 0) memset(own, 0, size_t(4 * PANEL * rows(i)));
-        if (many) ask<_MM_HINT_T1>(here + CHUNK<K> * BLOCK<K> + i * share, share);
-        const long ahead = many || i > 0 ? 0 : AHEAD;
-        add_rows<K, K::FEW>(copy(i, from), here, count(from), ahead, own, rows(i));
+        add_rows<K, K::FEW>(copy(i, from), {here, count(from), i, strips()}, own, rows(i));
         if (from + CHUNK<K> >= blocks) finish(own, i, panel * PANEL);
       }
   }
@@ -203,7 +247,10 @@ struct Job {
     Job& job = *(Job*)data;
     alignas(LINE) float sums[TALL * PANEL];
     const Rounding rounding;
-    for (long panel; (panel = job.next.fetch_add(1)) < job.tasks;) job.multiply(panel, sums);
+    for (long task; (task = job.next.fetch_add(1)) < job.tasks;) {
+      const long first = task * job.broad, end = least(first + job.broad, job.panels);
+      for (long panel = first; panel < end; panel++) job.multiply(panel, sums);
+    }
   }
 };
 
@@ -211,14 +258,16 @@ template <class K>
 int product(const char* x, const char* packed, const char* bias, char* out, long rows, long n, long k,
             int64_t threads, Parallel parallel) {
   const Parallel team = threads < 2 || double(rows) * double(n * k) < SERIAL ? nullptr : parallel;
-  const long tall = least(rows, TALL), blocks = ceiling(k, DEPTH);
-  float* copies = (float*)aligned_alloc(LINE, size_t(4 * tall * blocks * DEPTH));
+  const long tall = least(rows, TALL), blocks = ceiling(k, DEPTH), panels = ceiling(n, PANEL);
+  const long broad = most(1, least(BROAD, panels / (BROAD * (team ? threads : 1))));
+  using Term = typename K::Term;
+  Term* copies = (Term*)aligned_alloc(LINE, size_t(tall * blocks * K::TERMS) * sizeof(Term));
   if (!copies) return 1;
-  Job<K> job{x, packed, bias, out, copies, n, k, blocks};
+  Job<K> job{x, packed, bias, out, copies, n, k, blocks, panels, broad};
   for (; job.top < rows; job.top = job.bottom) {
     job.bottom = least(job.top + tall, rows);
     take(job, job.copy_strips, job.strips(), double(tall * k) < SERIAL ? nullptr : team, threads);
-    take(job, job.multiply_panels, ceiling(n, PANEL), team, threads);
+    take(job, job.multiply_panels, ceiling(panels, broad), team, threads);
   }
   free(copies);
   return 0;
@@ -229,6 +278,10 @@ int product(const char* x, const char* packed, const char* bias, char* out, long
 int kvrelay_product(const char* x, const char* packed, const char* bias, char* out, int64_t rows,
                     int64_t n, int64_t k, int64_t kind, int64_t threads, Parallel parallel) {
   if (rows < 1) return 0;
+#ifdef __AVX512BF16__
+  const auto of_kind = product<Bfloat16>;
+#else
   const auto of_kind = kind == FLOAT32 ? product<Float32> : product<Bfloat16>;
+#endif
   return of_kind(x, packed, bias, out, rows, n, k, threads, parallel);
 }
