@@ -24,7 +24,7 @@ from tests.engine.native.product_mutants import (
 
 VARIANT = build.AVX2
 KERNEL, LANES, COMMON = "attention.cpp", "lanes_avx2.h", "lanes.h"
-ROWS, ROWS_H = "rows.cpp", "rows.h"
+ROWS, ROWS_H, NUMBERS = "rows.cpp", "rows.h", "numbers.h"
 SECONDS = 200
 # What is wrong -> the file, the line, and what stands there instead.
 MUTANTS = {
@@ -126,14 +126,18 @@ MUTANTS = {
         "return 1.f / sqrtf(total(squares) * (1.f / float(size)) + float(epsilon));",
     ),
     "epsilon is left out": (ROWS, " + float(epsilon));", ");"),
-    "the rest of a row is not read": (ROWS, "memcpy(room, at, size_t(BYTES * count));", ";"),
+    "the rest of a row is not read": (
+        NUMBERS,
+        "if (count > 0) memcpy(room, at, size_t(BYTES * count));",
+        ";",
+    ),
     "the rest of a row is read whole": (
-        ROWS,
+        NUMBERS,
         "if (count >= VECTOR) return read(at);",
         "return read(at);",
     ),
     "the rest of a row is written whole": (
-        ROWS,
+        NUMBERS,
         "if (count >= VECTOR) return write(at, x);",
         "return write(at, x);",
     ),
@@ -148,7 +152,7 @@ MUTANTS = {
     "an activation is not rounded": (ROWS, "multiply(N::through(silu), up)", "multiply(silu, up)"),
     "an activation of negative numbers": (ROWS, "by_sign(x, all(1.f), e)", "all(1.f)"),
     "a NaN of a row has the bits of its origin": (
-        ROWS,
+        NUMBERS,
         "store((float*)at, canonical(x));",
         "store((float*)at, x);",
     ),

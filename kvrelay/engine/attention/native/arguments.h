@@ -8,6 +8,7 @@ constexpr int64_t REVISION = 2;  // of the definition of rows: a change of any b
 constexpr int64_t FLOAT32 = 0;
 constexpr int64_t BFLOAT16 = 1;
 constexpr int64_t FLOAT16 = 2;
+constexpr long bytes_of(int64_t kind) { return kind == FLOAT32 ? 4 : 2; }
 
 constexpr long TILE = 64;      // keys of a tile
 constexpr long SEGMENT = 512;  // keys whose weights share one running maximum

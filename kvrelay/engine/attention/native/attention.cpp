@@ -300,7 +300,7 @@ template <int64_t KIND>
 struct Worker {
   static constexpr bool PAIRS = KIND == BFLOAT16, HALF = KIND == FLOAT16;
   static constexpr bool TILED = PAIRS && AMX;  // then both products take whole blocks of 32
-  static constexpr long BYTES = KIND == FLOAT32 ? 4 : 2, PER = PAIRS ? 2 : 1;
+  static constexpr long BYTES = bytes_of(KIND), PER = PAIRS ? 2 : 1;
   static constexpr long GROUP = TILED ? TILE_ROWS : ROWS;  // rows that are multiplied together
   static constexpr long EDGES = TILED ? TILE / PER : 1;    // rows of `edge`
 
@@ -610,7 +610,7 @@ struct Copying {
 void take_stores(void* data) {
   Copying& copying = *(Copying*)data;
   const Arguments& g = *copying.g;
-  const long bytes = g.kind == FLOAT32 ? 4 : 2, head = bytes * g.dim;
+  const long bytes = bytes_of(g.kind), head = bytes * g.dim;
   long piece = copying.next.fetch_add(1), first = 0;
   for (const int64_t* entry = g.entries; entry < g.entries + 4 * g.n; entry += 4) {
     const long pieces = ceiling(entry[2], STORED);

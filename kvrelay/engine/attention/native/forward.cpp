@@ -24,7 +24,7 @@ struct Pass {
   const Step& step;
   const Kernels& kernels = model.kernels;
   const int64_t threads = step.attention->threads;
-  const long bytes = model.kind == FLOAT32 ? 4 : 2;
+  const long bytes = bytes_of(model.kind);
   int64_t rows = step.rows;  // the kept ones alone, from the last attention on
   bool failed = false;
   char *hidden = step.room, *normed, *added, *joint, *wide;
@@ -122,7 +122,7 @@ struct Pass {
 
 int64_t kvrelay_forward_room(const Decoder* decoder) {
   const Sizes sizes(*decoder);
-  return (decoder->kind == FLOAT32 ? 4 : 2) * (3 * decoder->size + sizes.joint + sizes.wide);
+  return bytes_of(decoder->kind) * (3 * decoder->size + sizes.joint + sizes.wide);
 }
 
 int kvrelay_forward(const Decoder* decoder, const Step* step) { return Pass(*decoder, *step).run(); }

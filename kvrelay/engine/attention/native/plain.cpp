@@ -35,7 +35,7 @@ struct Row {
 
   Row(const Arguments& g, const int64_t* entry, int64_t index, int64_t head)
       : g(g), entry(entry), index(index), head(head), last(entry[1] + index),
-        first(g.window ? most(0, last - g.window + 1) : 0), size(g.kind == FLOAT32 ? 4 : 2),
+        first(g.window ? most(0, last - g.window + 1) : 0), size(bytes_of(g.kind)),
         step(g.kind == BFLOAT16 ? 2 : 1), tiles(g.tiles && g.kind == BFLOAT16) {}
 
   const char* key(int64_t p) const {
@@ -157,7 +157,7 @@ void take_rows(void* data) {
 }
 
 void store_new(const Arguments& g) {
-  const int64_t size = g.kind == FLOAT32 ? 4 : 2;
+  const int64_t size = bytes_of(g.kind);
   for (int64_t e = 0; e < g.n; e++)
     for (int64_t i = 0; i < g.entries[4 * e + 2]; i++)
       for (int64_t head = 0; head < g.kv_heads; head++) {

@@ -70,7 +70,7 @@ int kvrelay_product(const char* x, const char* packed, const char* bias, char* o
   const Rounding rounding;
   const int64_t kind = order == PAIRS ? BFLOAT16 : order;
   const auto sum = order == PAIRS ? sum_pairs : order == FLOAT32 ? sum_float32 : sum_bfloat16;
-  const int64_t blocks = (k + DEPTH - 1) / DEPTH, bytes = kind == FLOAT32 ? 4 : 2;
+  const int64_t blocks = (k + DEPTH - 1) / DEPTH, bytes = bytes_of(kind);
   const int64_t step = STEP / 2 * bytes;
   for (int64_t row = 0; row < rows; row++)
     for (int64_t column = 0; column < n; column++) {

@@ -4,8 +4,6 @@
 
 namespace {
 
-int64_t bytes(int64_t kind) { return kind == FLOAT32 ? 4 : 2; }
-
 float through(float x, int64_t kind) {  // rounded to the kind
   if (kind == FLOAT32) return x;
   char room[2];
@@ -73,7 +71,7 @@ void gate(const char* joint, char* out, int64_t size, int64_t kind) {
 int kvrelay_norm(const char* added, char* residual, const char* weight, char* out, int64_t rows,
                  int64_t size, int64_t kind, double epsilon, int64_t threads, Parallel parallel) {
   return each_row<Rounding>(rows, size, {threads, parallel}, [=](long row) {
-    const int64_t at = row * size * bytes(kind);
+    const int64_t at = row * size * bytes_of(kind);
     norm(added ? added + at : nullptr, residual + at, weight, out + at, size, kind, epsilon);
   });
 }
@@ -84,15 +82,15 @@ int kvrelay_rotate(char* joint, const char* angles, const int64_t* positions, co
   if (width > WIDEST || width % 2) return 1;
   return each_row<Rounding>(rows, heads * width, {threads, parallel}, [=](long row) {
     for (int64_t head = 0; head < heads; head++)
-      rotate(joint + (row * stride + head * width) * bytes(kind),
-             angles + positions[row] * width * bytes(kind),
-             weight ? weight + head * width * bytes(kind) : nullptr, width, kind, epsilon);
+      rotate(joint + (row * stride + head * width) * bytes_of(kind),
+             angles + positions[row] * width * bytes_of(kind),
+             weight ? weight + head * width * bytes_of(kind) : nullptr, width, kind, epsilon);
   });
 }
 
 int kvrelay_gate(const char* joint, char* out, int64_t rows, int64_t size, int64_t kind,
                  int64_t threads, Parallel parallel) {
   return each_row<Rounding>(rows, size, {threads, parallel}, [=](long row) {
-    gate(joint + 2 * row * size * bytes(kind), out + row * size * bytes(kind), size, kind);
+    gate(joint + 2 * row * size * bytes_of(kind), out + row * size * bytes_of(kind), size, kind);
   });
 }

@@ -8,7 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "lanes.h"
+#include "numbers.h"
 
 namespace {
 
@@ -26,17 +26,18 @@ constexpr double SERIAL = 1e5;         // multiplications or numbers not worth w
 
 // What one instruction multiplies is a term: a number or a pair of them, of which a block has TERMS.
 // HALVES: the products of even and of odd terms have accumulators of their own. BLOCKS are summed
-// before their sum is added. FEW rows are in registers together.
+// before their sum is added. FEW rows are in registers together. `copy` copies VECTOR numbers, with
+// zeros behind the first `count`, which may be less than one.
 #ifdef __AVX512BF16__
-struct Bfloat16 {
+struct Bfloat16 : Numbers<BFLOAT16> {
   static constexpr bool HALVES = false;
-  static constexpr long BLOCKS = RUN, BYTES = 2, TERMS = DEPTH / 2;
-  static constexpr long FEW = 12;
+  static constexpr long BLOCKS = RUN, TERMS = DEPTH / 2, FEW = 12;
   using Term = Word;
   using Weight = Pairs;
-  static Lanes read(const char* at) { return load_bfloat16(at); }
-  static void write(char* at, Lanes x) { store_bfloat16(at, canonical(x)); }
-  static void copy(Term* to, const char* from) { memcpy(to, from, BYTES * VECTOR); }
+  static void copy(Term* to, const char* from, long count) {
+    if (count < VECTOR) memset(to, 0, BYTES * VECTOR);
+    if (count > 0) memcpy(to, from, size_t(BYTES * least(count, VECTOR)));
+  }
   template <bool ODD>
   static Weight weight(const char* two) {
     return load_pairs((const Word*)(two + ODD * LINE));
@@ -45,14 +46,12 @@ struct Bfloat16 {
   static Lanes add_term(Lanes sum, Pair x, Weight weight) { return dot(sum, x, weight); }
 };
 #else
-struct Bfloat16 {
+struct Bfloat16 : Numbers<BFLOAT16> {
   static constexpr bool HALVES = true;
-  static constexpr long BLOCKS = 1, BYTES = 2, TERMS = DEPTH, FEW = NARROW ? 3 : 6;
+  static constexpr long BLOCKS = 1, TERMS = DEPTH, FEW = NARROW ? 3 : 6;
   using Term = float;
   using Weight = Lanes;
-  static Lanes read(const char* at) { return load_bfloat16(at); }
-  static void write(char* at, Lanes x) { store_bfloat16(at, x); }
-  static void copy(Term* to, const char* from) { store(to, read(from)); }
+  static void copy(Term* to, const char* from, long count) { store(to, read(from, count)); }
   template <bool ODD>
   static Lanes weight(const char* two) {
     const Pairs pairs = load_pairs((const Word*)two);
@@ -63,14 +62,12 @@ struct Bfloat16 {
 };
 #endif
 
-struct Float32 {
+struct Float32 : Numbers<FLOAT32> {
   static constexpr bool HALVES = false;
-  static constexpr long BLOCKS = RUN, BYTES = 4, TERMS = DEPTH, FEW = NARROW ? 6 : 12;
+  static constexpr long BLOCKS = RUN, TERMS = DEPTH, FEW = NARROW ? 6 : 12;
   using Term = float;
   using Weight = Lanes;
-  static Lanes read(const char* at) { return load((const float*)at); }
-  static void write(char* at, Lanes x) { store((float*)at, canonical(x)); }
-  static void copy(Term* to, const char* from) { store(to, read(from)); }
+  static void copy(Term* to, const char* from, long count) { store(to, read(from, count)); }
   template <bool ODD>
   static Lanes weight(const char* two) {
     return load((const float*)(two + ODD * LINE));
@@ -157,28 +154,6 @@ void add_rows(const typename K::Term* x, const Blocks& blocks, float* sums, long
   for (int tile = 0; tile < TILES; tile += W) add_blocks<K, R, W>(x, blocks, tile, sums + tile * SIDE);
 }
 
-// VECTOR numbers where there are only `count`, with zeros behind them.
-template <class K>
-struct Rest {
-  char room[K::BYTES * VECTOR] = {};
-  Rest(const char* at, long count) {
-    if (count > 0) memcpy(room, at, size_t(K::BYTES * count));
-  }
-};
-
-template <class K>
-inline Lanes read(const char* at, long count) {
-  return K::read(count < VECTOR ? Rest<K>(at, count).room : at);
-}
-
-template <class K>
-inline void write(char* at, Lanes x, long count) {
-  if (count >= VECTOR) return K::write(at, x);
-  char room[K::BYTES * VECTOR];
-  K::write(room, x);
-  memcpy(at, room, size_t(K::BYTES * count));
-}
-
 // All tasks share the rows from `top` to `bottom`, cut into strips of up to FEW that are about equal.
 template <class K>
 struct Job {
@@ -187,14 +162,18 @@ struct Job {
   typename K::Term* copies;  // [chunk][strip][block][row][TERMS], with zeros beyond k
   long n, k, blocks;
   long panels, broad;  // all, those of a task
-  long top, bottom;
+  long top, bottom, strips, height;
   long tasks;
   std::atomic<long> next;
 
-  long strips() const { return ceiling(bottom - top, K::FEW); }
-  long height() const { return ceiling(bottom - top, strips()); }
-  long offset(long strip) const { return strip * height(); }  // from `top`
-  long rows(long strip) const { return least(height(), bottom - top - offset(strip)); }
+  void cut(long first, long end) {
+    top = first;
+    bottom = end;
+    strips = ceiling(bottom - top, K::FEW);
+    height = ceiling(bottom - top, strips);
+  }
+  long offset(long strip) const { return strip * height; }  // from `top`
+  long rows(long strip) const { return least(height, bottom - top - offset(strip)); }
   long count(long from) const { return least(CHUNK<K>, blocks - from); }  // blocks of a chunk
   typename K::Term* copy(long strip, long from) const {
     return copies + ((bottom - top) * from + offset(strip) * count(from)) * K::TERMS;
@@ -207,8 +186,7 @@ struct Job {
       const char* row = x + K::BYTES * ((top + offset(strip) + i) * k + from * DEPTH);
       for (long at = 0; at < count(from) * DEPTH; at += VECTOR) {
         typename K::Term* here = to + at / DEPTH * stride + at % DEPTH / (DEPTH / K::TERMS);
-        const char* numbers = row + K::BYTES * at;
-        K::copy(here, left - at < VECTOR ? Rest<K>(numbers, left - at).room : numbers);
+        K::copy(here, row + K::BYTES * at, left - at);
       }
     }
   }
@@ -216,11 +194,11 @@ struct Job {
   // Rounds the sums of a strip and the panel that begins at column `from`.
   void finish(const float* sums, long strip, long from) const {
     for (long column = from; column < least(from + PANEL, n); column += VECTOR, sums += VECTOR) {
-      const Lanes added = bias ? read<K>(bias + K::BYTES * column, n - column) : zero();
+      const Lanes added = bias ? K::read(bias + K::BYTES * column, n - column) : zero();
       char* to = out + K::BYTES * ((top + offset(strip)) * n + column);
       for (long i = 0; i < rows(strip); i++, to += K::BYTES * n) {
         const Lanes sum = load(sums + i * PANEL);
-        write<K>(to, bias ? add(sum, added) : sum, n - column);
+        K::write(to, bias ? add(sum, added) : sum, n - column);
       }
     }
   }
@@ -228,11 +206,11 @@ struct Job {
   void multiply(long panel, float* sums) const {
     const char* weight = packed + panel * blocks * BLOCK<K>;
     for (long from = 0; from < blocks; from += CHUNK<K>)
-      for (long i = 0; i < strips(); i++) {
+      for (long i = 0; i < strips; i++) {
         const char* here = weight + from * BLOCK<K>;
         float* own = sums + offset(i) * PANEL;
         if (from == 0) memset(own, 0, size_t(4 * PANEL * rows(i)));
-        add_rows<K, K::FEW>(copy(i, from), {here, count(from), i, strips()}, own, rows(i));
+        add_rows<K, K::FEW>(copy(i, from), {here, count(from), i, strips}, own, rows(i));
         if (from + CHUNK<K> >= blocks) finish(own, i, panel * PANEL);
       }
   }
@@ -264,9 +242,9 @@ int product(const char* x, const char* packed, const char* bias, char* out, long
   Term* copies = (Term*)aligned_alloc(LINE, size_t(tall * blocks * K::TERMS) * sizeof(Term));
   if (!copies) return 1;
   Job<K> job{x, packed, bias, out, copies, n, k, blocks, panels, broad};
-  for (; job.top < rows; job.top = job.bottom) {
-    job.bottom = least(job.top + tall, rows);
-    take(job, job.copy_strips, job.strips(), double(tall * k) < SERIAL ? nullptr : team, threads);
+  for (long top = 0; top < rows; top += tall) {
+    job.cut(top, least(top + tall, rows));
+    take(job, job.copy_strips, job.strips, double(tall * k) < SERIAL ? nullptr : team, threads);
     take(job, job.multiply_panels, ceiling(panels, broad), team, threads);
   }
   free(copies);
