@@ -123,10 +123,10 @@ VECTOR_MUTANTS = {
     "many products wake no threads": ("SERIAL = 1e5", "SERIAL = 1e15"),
     "few rows are copied by all threads": ("double(tall * k) < SERIAL ? nullptr : team", "team"),
     "subnormal numbers count": ("    const Rounding rounding;\n", ""),
-    "the rest of a row is read from the next row": ("at, left - at);", "at, VECTOR);"),
+    "the rest of a row is read from the next row": ("left - block * DEPTH);", "DEPTH);"),
     "the rest of a row is left out": (
-        "K::copy(here, row + K::BYTES * at, left - at);",
-        "if (left - at >= VECTOR) K::copy(here, row + K::BYTES * at, VECTOR);",
+        "K::copy(to + block * stride,",
+        "if (left >= (block + 1) * DEPTH) K::copy(to + block * stride,",
     ),
     "later blocks of many rows are the first": ("(copy(i, from), {here", "(copy(i, 0), {here"),
     "later blocks of a weight are the first": ("weight + from * BLOCK<K>", "weight"),
@@ -155,13 +155,10 @@ PAIR_MUTANTS = {
         "load_pairs((const Word*)two)",
     ),
     "half of the numbers are copied": (
-        "size_t(BYTES * least(count, VECTOR))",
-        "size_t(least(count, VECTOR))",
+        "memcpy(to, from, BYTES * DEPTH)",
+        "memcpy(to, from, DEPTH)",
     ),
-    "the rest of a row has no zeros behind it": (
-        "if (count < VECTOR) memset(to, 0, BYTES * VECTOR);",
-        "",
-    ),
+    "the rest of a row has no zeros behind it": ("memset(to, 0, BYTES * DEPTH);", ""),
     "even and odd pairs are added apart": (
         "struct Bfloat16 : Numbers<BFLOAT16> {\n  static constexpr bool HALVES = false;",
         "struct Bfloat16 : Numbers<BFLOAT16> {\n  static constexpr bool HALVES = true;",

@@ -26,8 +26,8 @@ constexpr double SERIAL = 1e5;         // multiplications or numbers not worth w
 
 // What one instruction multiplies is a term: a number or a pair of them, of which a block has TERMS.
 // HALVES: the products of even and of odd terms have accumulators of their own. BLOCKS are summed
-// before their sum is added. FEW rows are in registers together. `copy` copies VECTOR numbers, with
-// zeros behind the first `count`, which may be less than one.
+// before their sum is added. FEW rows are in registers together. `copy` copies a block, with zeros
+// behind the first `count`.
 #ifdef __AVX512BF16__
 struct Bfloat16 : Numbers<BFLOAT16> {
   static constexpr bool HALVES = false;
@@ -35,8 +35,12 @@ struct Bfloat16 : Numbers<BFLOAT16> {
   using Term = Word;
   using Weight = Pairs;
   static void copy(Term* to, const char* from, long count) {
-    if (count < VECTOR) memset(to, 0, BYTES * VECTOR);
-    if (count > 0) memcpy(to, from, size_t(BYTES * least(count, VECTOR)));
+    if (count >= DEPTH) {
+      memcpy(to, from, BYTES * DEPTH);
+    } else {
+      memset(to, 0, BYTES * DEPTH);
+      memcpy(to, from, size_t(BYTES * count));
+    }
   }
   template <bool ODD>
   static Weight weight(const char* two) {
@@ -51,7 +55,10 @@ struct Bfloat16 : Numbers<BFLOAT16> {
   static constexpr long BLOCKS = 1, TERMS = DEPTH, FEW = NARROW ? 3 : 6;
   using Term = float;
   using Weight = Lanes;
-  static void copy(Term* to, const char* from, long count) { store(to, read(from, count)); }
+  static void copy(Term* to, const char* from, long count) {
+    store(to, read(from, count));
+    store(to + VECTOR, read(from + BYTES * VECTOR, count - VECTOR));
+  }
   template <bool ODD>
   static Lanes weight(const char* two) {
     const Pairs pairs = load_pairs((const Word*)two);
@@ -67,7 +74,10 @@ struct Float32 : Numbers<FLOAT32> {
   static constexpr long BLOCKS = RUN, TERMS = DEPTH, FEW = NARROW ? 6 : 12;
   using Term = float;
   using Weight = Lanes;
-  static void copy(Term* to, const char* from, long count) { store(to, read(from, count)); }
+  static void copy(Term* to, const char* from, long count) {
+    store(to, read(from, count));
+    store(to + VECTOR, read(from + BYTES * VECTOR, count - VECTOR));
+  }
   template <bool ODD>
   static Lanes weight(const char* two) {
     return load((const float*)(two + ODD * LINE));
@@ -184,10 +194,8 @@ struct Job {
     const long stride = rows(strip) * K::TERMS, left = k - from * DEPTH;
     for (long i = 0; i < rows(strip); i++, to += K::TERMS) {
       const char* row = x + K::BYTES * ((top + offset(strip) + i) * k + from * DEPTH);
-      for (long at = 0; at < count(from) * DEPTH; at += VECTOR) {
-        typename K::Term* here = to + at / DEPTH * stride + at % DEPTH / (DEPTH / K::TERMS);
-        K::copy(here, row + K::BYTES * at, left - at);
-      }
+      for (long block = 0; block < count(from); block++)
+        K::copy(to + block * stride, row + K::BYTES * DEPTH * block, left - block * DEPTH);
     }
   }
 
