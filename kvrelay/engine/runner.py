@@ -11,6 +11,7 @@ from kvrelay.engine.attention.backend import AttentionStep
 from kvrelay.engine.attention.batch import Batch, Packer
 from kvrelay.engine.attention.choice import choose_attention
 from kvrelay.engine.attention.flash_backend import FlashBackend
+from kvrelay.engine.attention.native.backend import NativeBackend
 from kvrelay.engine.attention.pool import KVPool
 from kvrelay.engine.attention.triton_backend import TritonBackend
 from kvrelay.engine.core.updates import Foresee, Sampled, Work
@@ -91,8 +92,13 @@ class Runner:
         return 0 if self._graphs is None else self._graphs.replays
 
     def share(self, cores: SharedCores) -> None:
-        """Let each step have as many threads as other workers leave; call it before any step."""
+        """Let each step have as many threads as other workers leave; call it before any step.
+
+        A compiled forward pass asks again at each layer: a step of a prompt takes seconds.
+        """
         self._shared = cores
+        if isinstance(self._backend, NativeBackend):
+            self._backend.shared = cores.view
 
     def _mask_threads(self, device: torch.device) -> int:
         """The cores that the model's threads leave; a GPU needs one core."""

@@ -1,12 +1,14 @@
 """Cores that the workers of one machine share: a worker that computes alone uses all of them.
 
 The workers map one file, in which each has a byte that says whether it computes. At the start of a
-step a worker divides the cores by the number of workers that compute. The byte of a worker that was
+step, and of each layer in compiled code, a worker divides the cores by the number of workers that
+compute. The byte of a worker that was
 killed while it computed stays set until another worker takes it: the others use fewer cores then.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -17,6 +19,15 @@ from kvrelay.errors import Rejected
 
 WORKERS = 256
 _COMPUTES = 1
+
+
+class CoresView(ctypes.Structure):
+    """What compiled code reads, as ``Cores`` of forward.h: ``computing`` is an address."""
+
+    _fields_ = (
+        ("computing", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("workers", "share", "most", "cores")),
+    )
 
 
 class SharedCores:
@@ -43,6 +54,8 @@ class SharedCores:
         except (OSError, ValueError) as error:
             os.close(self._file)
             raise Rejected("shared_cores", f"{path}: {error}") from error
+        computing = ctypes.addressof((ctypes.c_uint8 * WORKERS).from_buffer(self._computing))
+        self.view = CoresView(computing, WORKERS, share, most, cores)
         self.rest()
 
     def _free_place(self) -> int:
@@ -65,7 +78,7 @@ class SharedCores:
         self._computing[self._place] = 0
 
     def close(self) -> None:
-        """Leave the place to another worker."""
+        """Leave the place to another worker; no step may run any more."""
         self.rest()
         self._computing.close()
         os.close(self._file)

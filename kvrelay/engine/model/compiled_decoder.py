@@ -53,6 +53,7 @@ class CompiledDecoder:
             ctypes.addressof(step.arguments),
             *(tokens.data_ptr(), positions.data_ptr(), rows.data_ptr()),
             *(count, kept, room.data_ptr(), logits.data_ptr()),
+            None if step.shared is None else ctypes.addressof(step.shared),
         )
         failed = self.function(self.decoder, call)
         if failed == _NO_MEMORY:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from kvrelay.engine.attention.batch import pack
+from kvrelay.engine.attention.native.arguments import KernelArguments
 from kvrelay.engine.attention.native.backend import NativeBackend
 from kvrelay.engine.attention.native.build import PLAIN
 from kvrelay.engine.attention.native.forward import forward_function
@@ -29,6 +31,7 @@ from kvrelay.engine.model.decoder_weights import DecoderWeights, RmsNorm
 from kvrelay.engine.model.loading import load_model
 from kvrelay.engine.model.native_decoder import NativeDecoder
 from kvrelay.engine.runner import Runner
+from kvrelay.process.shared_cores import WORKERS, CoresView
 from tests.engine.native import forward_checks
 from tests.engine.native.forward_checks import BLOCK, POSITIONS, Drawn, draw
 from tests.models import tiny_model
@@ -79,6 +82,33 @@ def test_what_a_step_may_not_be(drawn: Drawn) -> None:
             run(forward, drawn, work)
     with pytest.raises(MemoryError, match="1 rows"):
         run(replace(forward, function=lambda *_: 1), drawn, Work([0], 0, 1, [0], 1, None))
+
+
+@pytest.mark.parametrize(
+    ("share", "most", "cores", "threads"),
+    [(1, 8, 2, [1, 2]), (3, 8, 4, [3, 4]), (1, 3, 8, [3, 3]), (1, 8, 8, [4, 8])],
+)
+def test_every_layer_asks_for_its_threads(
+    compiled: None, share: int, most: int, cores: int, threads: list[int]
+) -> None:
+    """Another worker rests during the first layer: the second one may have its cores, too."""
+    drawn = draw(random.Random(0))
+    backend, forward = NativeBackend(drawn.pool), decoder(drawn)
+    computing = (ctypes.c_uint8 * WORKERS)(1, 1)
+    backend.shared = CoresView(ctypes.addressof(computing), WORKERS, share, most, cores)
+    found: list[int] = []
+
+    def attend(arguments: KernelArguments) -> int:
+        found.append(arguments.threads)
+        computing[1] = 0
+        return backend.kernel.function(arguments)
+
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(KernelArguments))
+    called = kind(lambda pointer: attend(pointer.contents))
+    forward.decoder.kernels.attention = ctypes.cast(called, ctypes.c_void_p).value
+    step = backend.step(pack([Work([0], 0, 1, [0], 1, None)], BLOCK))
+    forward.logits(step.inputs.tokens, step.inputs.positions, step, step.inputs.rows)
+    assert found == threads
 
 
 @pytest.mark.parametrize("rows", [[3], [-1], [2, 0], [1, 1]])

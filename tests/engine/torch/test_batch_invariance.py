@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +21,7 @@ from kvrelay.engine.core.updates import Logprob, Work
 from kvrelay.engine.model.elementwise import vectorised
 from kvrelay.engine.model.loading import LoadedModel, load_model
 from kvrelay.engine.runner import Runner
-from kvrelay.process.shared_cores import SharedCores
+from kvrelay.process.shared_cores import WORKERS, CoresView, SharedCores
 from kvrelay.sampling import Sampling
 from tests.engine.torch.drive import prompts
 from tests.models import KINDS, VOCAB, tiny_model
@@ -118,13 +121,31 @@ def test_sizes_of_blocks_and_two_threads(
 
 
 class ChangingCores(SharedCores):
-    """Another number of threads for each step."""
+    """Another number of threads for each step, and for layers of it while ``changing``."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
+        self._bytes = (ctypes.c_uint8 * WORKERS)()
+        self.view = CoresView(ctypes.addressof(self._bytes), WORKERS, 1, 8, 8)
 
     def compute(self) -> int:
         return self._rng.randint(1, 8)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        ended = threading.Event()
+
+        def change() -> None:
+            while not ended.wait(0.0005):
+                self._bytes[self._rng.randrange(8)] ^= 1
+
+        thread = threading.Thread(target=change)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
 
 def check_threads(
@@ -152,8 +173,10 @@ def check_threads(
                     assert torch.equal(again[0], kv), told
                     assert again[1] == top, told
             runner = Runner(loaded, 200, 16, attention, 1)
-            runner.share(ChangingCores(rng))
-            again = computed(runner, tokens, [35] * 20, neighbours(rng, runner))
+            cores = ChangingCores(rng)
+            runner.share(cores)
+            with cores.changing():
+                again = computed(runner, tokens, [35] * 20, neighbours(rng, runner))
             assert torch.equal(again[0], kv), "threads change at every step"
             assert again[1] == top, "threads change at every step"
     finally:

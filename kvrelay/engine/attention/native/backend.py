@@ -17,6 +17,7 @@ from kvrelay.engine.attention.native.library import Function, NoKernel, load_ker
 from kvrelay.engine.attention.native.products import NoProducts
 from kvrelay.engine.attention.native.rows import RowKernels
 from kvrelay.engine.attention.pool import KVPool
+from kvrelay.process.shared_cores import CoresView
 
 
 class NativeBackend:
@@ -34,6 +35,7 @@ class NativeBackend:
         except ValueError as error:
             raise NoKernel(str(error)) from error
         self._template.parallel = self.kernel.parallel
+        self.shared: CoresView | None = None  # with other workers
         pads = isinstance(products_of(pool.tensor.dtype), NoProducts)
         self.rows = RowKernels(self.kernel.rows, self.kernel.parallel, pads)
 
@@ -64,6 +66,7 @@ class NativeBackend:
             kernels=self.rows,
             arguments=arguments,
             function=self.kernel.function,
+            shared=self.shared,
             owned=(batch, self.pool.tensor),
         )
 
@@ -81,6 +84,7 @@ class NativeStep:
     kernels: RowKernels
     arguments: KernelArguments
     function: Function
+    shared: CoresView | None
     owned: tuple[Batch, torch.Tensor]
 
     def attend(

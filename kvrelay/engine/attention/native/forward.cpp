@@ -1,7 +1,6 @@
 // The order of operations is that of model/native_decoder.py.
 #include "forward.h"
 
-#include <algorithm>
 #include <cstring>
 
 namespace {
@@ -23,7 +22,7 @@ struct Pass {
   const Decoder& model;
   const Step& step;
   const Kernels& kernels = model.kernels;
-  const int64_t threads = step.attention->threads;
+  int64_t threads = step.attention->threads;
   const long bytes = bytes_of(model.kind);
   int64_t rows = step.rows;  // the kept ones alone, from the last attention on
   bool failed = false;
@@ -97,6 +96,7 @@ struct Pass {
     const char* sum = nullptr;  // of a layer, not yet added
     for (int64_t number = 0; number < model.layer_count && !failed; number++) {
       const Layer& layer = model.layers[number];
+      if (step.shared) threads = step.attention->threads = step.shared->threads();
       normalise(sum, layer.before_attention);
       product(normed, layer.qkv, joint);
       attend(number, layer.qkv, layer.heads);

@@ -4,6 +4,8 @@
 // each product drives it out of the caches.
 #pragma once
 
+#include <algorithm>
+
 #include "products.h"
 #include "rows.h"
 
@@ -44,13 +46,26 @@ struct Decoder {
   double scale;
 };
 
+// Cores that workers share, as process/shared_cores.py has them: `computing` has a byte for each worker.
+struct Cores {
+  const volatile uint8_t* computing;
+  int64_t workers, share, most, cores;
+
+  int64_t threads() const {
+    int64_t computes = 0;
+    for (int64_t i = 0; i < workers; i++) computes += computing[i];
+    return std::min(most, std::max(share, cores / std::max<int64_t>(computes, 1)));
+  }
+};
+
 // A step of `rows` rows, of which `kept` get logits: ascending numbers of rows. `attention` has the
-// step's and the pool's part. `room` has as many bytes as `kvrelay_forward_room` says.
+// step's and the pool's part. With `shared` every layer asks for its threads anew. `room` has as many bytes as `kvrelay_forward_room` says.
 struct Step {
   Arguments* attention;
   const int64_t *tokens, *positions, *kept_rows;
   int64_t rows, kept;
   char *room, *logits;
+  const Cores* shared;  // may be null
 };
 
 // Bytes of memory that a forward pass needs for each row.

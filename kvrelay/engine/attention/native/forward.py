@@ -67,7 +67,7 @@ class ForwardStep(ctypes.Structure):
     _fields_ = (
         *((name, _AT) for name in ("attention", "tokens", "positions", "kept_rows")),
         *((name, _NUMBER) for name in ("rows", "kept")),
-        *((name, _AT) for name in ("room", "logits")),
+        *((name, _AT) for name in ("room", "logits", "shared")),
     )
 
 
