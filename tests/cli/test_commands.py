@@ -268,7 +268,7 @@ def test_doctor_says_what_multiplies_bfloat16(
     """By default what a worker uses; what was asked for in vain is named."""
     products = products_of(torch.bfloat16)
     if isinstance(products, Products):
-        usual = ("ok", products.profile)
+        usual = ("ok", products.summary)
     else:
         usual = ("absent" if products.notable else "ok", products.reason)
     said = {"": usual, "mkl": ("absent", f"{FORCED_PRODUCTS}: 'mkl'")}

@@ -1,6 +1,6 @@
 """Linear layers on the CPU whose weights are packed once at start.
 
-On x86 our own kernels multiply (``attention.native.products``), elsewhere oneDNN does.
+On x86 with AVX2 our own kernels multiply (``attention.native.products``), elsewhere oneDNN does.
 
 A row's result in oneDNN does not depend on the number of rows, except for a single row, which is
 therefore computed as one of several, nor on the number of threads (see ``_most_threads``). In

@@ -108,8 +108,10 @@ def test_nothing_else_is_read_or_written(variant: str) -> None:
 @pytest.mark.parametrize("dtype", BOTH.values(), ids=BOTH)
 def test_the_plain_object_is_as_in_float64(compiled: None, dtype: torch.dtype) -> None:
     """On every machine: the definition, and the order of a packed weight."""
-    plain = Products(build.PLAIN, dtype, load_product(build.PLAIN), 0)
-    product_checks.check_random(plain, 1, 6)
+    variants = (build.AVX512, build.AVX512_BF16) if dtype is torch.bfloat16 else (build.AVX512,)
+    for variant in variants:
+        plain = Products(build.PLAIN, dtype, product_definition(variant), 0)
+        product_checks.check_random(plain, 1, 6)
     weight = torch.randn(33, 70).to(dtype)
     packed = pack(weight)
     if dtype is torch.bfloat16:
@@ -256,7 +258,7 @@ def test_what_this_processor_cannot_run_is_refused(
 
 
 @pytest.mark.parametrize("dtype", BOTH.values(), ids=BOTH)
-def test_all_products_have_the_same_bits(compiled: None, dtype: torch.dtype) -> None:
+def test_all_other_products_have_the_same_bits(compiled: None, dtype: torch.dtype) -> None:
     """All but those on AVX512-BF16, which add in another order."""
     here = [
         Products(name, dtype, load_product(name), 0)
@@ -270,7 +272,7 @@ def test_all_products_have_the_same_bits(compiled: None, dtype: torch.dtype) -> 
 
 
 def test_what_was_not_compiled_is_not_used(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any object attention says so; a compiler may know all but AMX."""
+    """Without any object attention says so; a compiler may not know some instructions."""
 
     def missing(name: str) -> library.Function:
         raise library.NoKernel(f"{name}: not compiled")
@@ -283,6 +285,20 @@ def test_what_was_not_compiled_is_not_used(fresh: None, monkeypatch: pytest.Monk
     monkeypatch.setattr(library, "load_product", missing)
     wanted = "; ".join(f"{name}: {name}: not compiled" for name in build.PRODUCT_SOURCES)
     assert products_of(torch.bfloat16) == NoProducts(wanted)
+
+
+@pytest.mark.parametrize("why", ["other bits", "not compiled"])
+def test_the_next_best_are_used_instead(
+    fresh: None, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    def tested(name: str, dtype: torch.dtype) -> Products | str:
+        return why if name == build.AMX else Products(name, dtype, int, 1)
+
+    monkeypatch.setattr(library, "tiles_refused", lambda: "")
+    monkeypatch.setattr(library, "runs", lambda name: True)
+    monkeypatch.setattr(library, "_tested", tested)
+    wanted = Products(build.AVX512_BF16, torch.bfloat16, int, 1, (f"amx: {why}",))
+    assert products_of(torch.bfloat16) == wanted
 
 
 def test_an_object_that_fails_its_test_is_not_used(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from kvrelay.engine.attention.native.arguments import KINDS, KernelArguments
+from kvrelay.engine.attention.native.arguments import KernelArguments
 from kvrelay.engine.attention.native.build import (
     AMX,
     AVX512_BF16,
@@ -167,6 +167,8 @@ def products_of(dtype: torch.dtype) -> Products | NoProducts:
 @cache
 def _load_products(forced: str, dtype: torch.dtype) -> Products | NoProducts:
     """Those of a variant, or the best ones if ``forced`` is empty."""
+    if not parallel():
+        return NoProducts("torch has no GOMP_parallel")
     left_out = () if dtype is torch.bfloat16 else BFLOAT16_ONLY
     lacking = ""
     against: list[str] = []
@@ -175,7 +177,7 @@ def _load_products(forced: str, dtype: torch.dtype) -> Products | NoProducts:
             if variant in left_out:
                 continue
             refused = tiles_refused() if variant == AMX else ""
-            if refused == NO_TILES or not (refused or runs(variant)):
+            if refused in ("", NO_TILES) and not runs(variant):
                 lacking = f"this processor has no {variant}"
                 continue
             found = refused or _tested(variant, dtype)
@@ -191,12 +193,9 @@ def _tested(variant: str, dtype: torch.dtype) -> Products | str:
     """The products of an object that this processor can run, or why they are not to be used."""
     try:
         found = Products(variant, dtype, load_product(variant), parallel())
-        difference = products_differ(found, product_definition(variant))
+        return products_differ(found, product_definition(variant)) or found
     except NoKernel as error:
         return str(error)
-    if difference is None and not found.parallel:
-        return "torch has no GOMP_parallel"
-    return difference or found
 
 
 def tiles_refused() -> str:
@@ -212,8 +211,8 @@ def product_definition(variant: str) -> ProductFunction:
     plain = load_product(PLAIN)
 
     def paired(*arguments: int | None) -> int:
-        *first, kind, threads, parallel = arguments
-        return plain(*first, PAIRS if kind == KINDS[torch.bfloat16] else kind, threads, parallel)
+        *operands, _, threads, parallel = arguments
+        return plain(*operands, PAIRS, threads, parallel)
 
     return paired if variant == AVX512_BF16 else plain
 

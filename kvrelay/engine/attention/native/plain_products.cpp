@@ -33,12 +33,12 @@ float sum_runs(int64_t size, const Add& add) {
   float y = 0.f, run = 0.f;
   for (int64_t block = 0; block * DEPTH < size; block++) {
     run = add(run, block);
-    if ((block + 1) % RUN == 0) {
+    if ((block + 1) % RUN == 0 || (block + 1) * DEPTH >= size) {
       y += run;
       run = 0.f;
     }
   }
-  return y + run;
+  return y;
 }
 
 float sum_float32(const Row& x, const char* tile, int64_t column) {

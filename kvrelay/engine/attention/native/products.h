@@ -13,7 +13,7 @@
 
 #include "arguments.h"
 
-constexpr int64_t PAIRS = 3;  // a kind
+constexpr int64_t PAIRS = 3;  // a kind beside those of arguments.h
 constexpr long DEPTH = 32;   // numbers of a row in a block
 constexpr long RUN = 4;      // blocks of a run, whose products are one chain of sums
 constexpr long SIDE = 16;    // rows and columns of a tile

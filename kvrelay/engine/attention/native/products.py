@@ -1,4 +1,4 @@
-"""Matrix products on AMX, AVX-512 or AVX2. A row's result depends on itself alone.
+"""Matrix products on AMX, AVX512-BF16, AVX-512 or AVX2. A row's result depends on itself alone.
 
 products.h defines the arithmetic of an element in bfloat16 and in float32, and the packed layout of
 a weight. The arithmetic of AVX512-BF16 is its own, that of all others the same. AMX and AVX512-BF16
@@ -19,7 +19,7 @@ REVISION = 1  # of the arithmetic: increase it with every change of a result's b
 _PANEL = 32
 _DEPTH = 32
 _SIDE = 16
-PAIRS = 3  # as in products.h
+PAIRS = 3  # a kind of the plain product alone, as in products.h
 _WORD = 4  # bytes of one column of a tile: a float32 or a pair of bfloat16
 
 _NUMBER = ctypes.c_int64

@@ -28,6 +28,20 @@ constexpr double SERIAL = 1e5;         // multiplications or numbers not worth w
 // HALVES: the products of even and of odd terms have accumulators of their own. BLOCKS are summed
 // before their sum is added. FEW rows are in registers together. `copy` copies a block, with zeros
 // behind the first `count`.
+template <int64_t KIND>
+struct Single : Numbers<KIND> {  // a term is a number
+  using N = Numbers<KIND>;
+  static constexpr long TERMS = DEPTH;
+  using Term = float;
+  using Weight = Lanes;
+  static void copy(Term* to, const char* from, long count) {
+    store(to, N::read(from, count));
+    store(to + VECTOR, N::read(from + N::BYTES * VECTOR, count - VECTOR));
+  }
+  static Lanes all_of(Term x) { return all(x); }
+  static Lanes add_term(Lanes sum, Lanes x, Lanes weight) { return fused(x, weight, sum); }
+};
+
 #ifdef __AVX512BF16__
 struct Bfloat16 : Numbers<BFLOAT16> {
   static constexpr bool HALVES = false;
@@ -50,41 +64,26 @@ struct Bfloat16 : Numbers<BFLOAT16> {
   static Lanes add_term(Lanes sum, Pair x, Weight weight) { return dot(sum, x, weight); }
 };
 #else
-struct Bfloat16 : Numbers<BFLOAT16> {
+struct Bfloat16 : Single<BFLOAT16> {
   static constexpr bool HALVES = true;
-  static constexpr long BLOCKS = 1, TERMS = DEPTH, FEW = NARROW ? 3 : 6;
-  using Term = float;
-  using Weight = Lanes;
-  static void copy(Term* to, const char* from, long count) {
-    store(to, read(from, count));
-    store(to + VECTOR, read(from + BYTES * VECTOR, count - VECTOR));
-  }
+  static constexpr long BLOCKS = 1, FEW = NARROW ? 3 : 6;
   template <bool ODD>
   static Lanes weight(const char* two) {
     const Pairs pairs = load_pairs((const Word*)two);
     return ODD ? pairs.odd : pairs.even;
   }
-  static Lanes all_of(Term x) { return all(x); }
-  static Lanes add_term(Lanes sum, Lanes x, Lanes weight) { return fused(x, weight, sum); }
 };
 #endif
 
-struct Float32 : Numbers<FLOAT32> {
+struct Float32 : Single<FLOAT32> {
   static constexpr bool HALVES = false;
-  static constexpr long BLOCKS = RUN, TERMS = DEPTH, FEW = NARROW ? 6 : 12;
-  using Term = float;
-  using Weight = Lanes;
-  static void copy(Term* to, const char* from, long count) {
-    store(to, read(from, count));
-    store(to + VECTOR, read(from + BYTES * VECTOR, count - VECTOR));
-  }
+  static constexpr long BLOCKS = RUN, FEW = NARROW ? 6 : 12;
   template <bool ODD>
   static Lanes weight(const char* two) {
     return load((const float*)(two + ODD * LINE));
   }
-  static Lanes all_of(Term x) { return all(x); }
-  static Lanes add_term(Lanes sum, Lanes x, Lanes weight) { return fused(x, weight, sum); }
 };
+
 
 template <class K>
 constexpr long BLOCK = DEPTH * PANEL * K::BYTES;  // bytes of a block of a panel
@@ -110,7 +109,7 @@ inline void add_term(const typename K::Term* x, const char* packed, Sums<R, W>& 
 }
 
 // Adds a block of R rows and W tiles. Asks for the rows of the next one if that is worth its time, and
-// for the weight that is `ahead` bytes behind, if any; with one row AVX-512 is faster without.
+// for the weight that is `ahead` bytes after it, if any; with one row AVX-512 is faster without.
 template <class K, int R, int W>
 inline void add_block(const typename K::Term* x, const char* packed, long ahead, Sums<R, W>& evens,
                       Sums<R, W>& odds) {
@@ -125,7 +124,8 @@ inline void add_block(const typename K::Term* x, const char* packed, long ahead,
   }
 }
 
-// The blocks of a chunk that one strip adds; all strips share in asking for the next chunk.
+// The blocks of a chunk that one strip adds. All strips share in asking for the next chunk; a single
+// one asks half a chunk ahead.
 struct Blocks {
   const char* packed;
   long count, strip, strips;
@@ -135,7 +135,7 @@ struct Blocks {
 template <class K, int R, int W>
 void add_blocks(const typename K::Term* x, const Blocks& blocks, long tile, float* sums) {
   const char* packed = blocks.packed + tile * (BLOCK<K> / 2);
-  const long count = blocks.count, ahead = CHUNK<K> * BLOCK<K> / (blocks.strips > 1 ? 1 : 2);
+  const long count = blocks.count, ahead = blocks.strips > 1 ? count * BLOCK<K> : CHUNK<K> * BLOCK<K> / 2;
   long asking = blocks.strip;
   for (long block = 0; block < count;) {
     Sums<R, W> first, second;
@@ -164,7 +164,8 @@ void add_rows(const typename K::Term* x, const Blocks& blocks, float* sums, long
   for (int tile = 0; tile < TILES; tile += W) add_blocks<K, R, W>(x, blocks, tile, sums + tile * SIDE);
 }
 
-// All tasks share the rows from `top` to `bottom`, cut into strips of up to FEW that are about equal.
+// All tasks share the rows from `top` to `bottom`, cut into strips of up to FEW whose heights differ by
+// one at most.
 template <class K>
 struct Job {
   const char *x, *packed, *bias;
@@ -172,7 +173,8 @@ struct Job {
   typename K::Term* copies;  // [chunk][strip][block][row][TERMS], with zeros beyond k
   long n, k, blocks;
   long panels, broad;  // all, those of a task
-  long top, bottom, strips, height;
+  long top, bottom, strips;
+  long height, higher;  // of a strip; the first ones have a row more
   long tasks;
   std::atomic<long> next;
 
@@ -180,10 +182,11 @@ struct Job {
     top = first;
     bottom = end;
     strips = ceiling(bottom - top, K::FEW);
-    height = ceiling(bottom - top, strips);
+    height = (bottom - top) / strips;
+    higher = (bottom - top) % strips;
   }
-  long offset(long strip) const { return strip * height; }  // from `top`
-  long rows(long strip) const { return least(height, bottom - top - offset(strip)); }
+  long offset(long strip) const { return strip * height + least(strip, higher); }  // from `top`
+  long rows(long strip) const { return height + (strip < higher); }
   long count(long from) const { return least(CHUNK<K>, blocks - from); }  // blocks of a chunk
   typename K::Term* copy(long strip, long from) const {
     return copies + ((bottom - top) * from + offset(strip) * count(from)) * K::TERMS;
