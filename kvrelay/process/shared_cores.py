@@ -2,8 +2,8 @@
 
 The workers map one file, in which each has a byte that says whether it computes. At the start of a
 step, and of each layer in compiled code, a worker divides the cores by the number of workers that
-compute. The byte of a worker that was
-killed while it computed stays set until another worker takes it: the others use fewer cores then.
+compute. The byte of a worker that was killed while it computed stays set until another worker takes
+it: the others use fewer cores then.
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ struct Decoder {
   double scale;
 };
 
-// Cores that workers share, as process/shared_cores.py has them: `computing` has a byte for each worker.
+// Cores that workers share, as process/shared_cores.py has them: `computing` has a byte of each
+// worker.
 struct Cores {
   const volatile uint8_t* computing;
   int64_t workers, share, most, cores;
@@ -59,7 +60,8 @@ struct Cores {
 };
 
 // A step of `rows` rows, of which `kept` get logits: ascending numbers of rows. `attention` has the
-// step's and the pool's part. With `shared` every layer asks for its threads anew. `room` has as many bytes as `kvrelay_forward_room` says.
+// step's and the pool's part. With `shared` every layer asks for its threads anew. `room` has as many
+// bytes as `kvrelay_forward_room` says.
 struct Step {
   Arguments* attention;
   const int64_t *tokens, *positions, *kept_rows;

@@ -167,8 +167,6 @@ def products_of(dtype: torch.dtype) -> Products | NoProducts:
 @cache
 def _load_products(forced: str, dtype: torch.dtype) -> Products | NoProducts:
     """Those of a variant, or the best ones if ``forced`` is empty."""
-    if not parallel():
-        return NoProducts("torch has no GOMP_parallel")
     left_out = () if dtype is torch.bfloat16 else BFLOAT16_ONLY
     lacking = ""
     against: list[str] = []
@@ -180,6 +178,8 @@ def _load_products(forced: str, dtype: torch.dtype) -> Products | NoProducts:
             if refused in ("", NO_TILES) and not runs(variant):
                 lacking = f"this processor has no {variant}"
                 continue
+            if not parallel():
+                return NoProducts("torch has no GOMP_parallel")
             found = refused or _tested(variant, dtype)
             if isinstance(found, Products):
                 return replace(found, passed_over=tuple(against))

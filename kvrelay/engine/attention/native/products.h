@@ -13,7 +13,7 @@
 
 #include "arguments.h"
 
-constexpr int64_t PAIRS = 3;  // a kind beside those of arguments.h
+constexpr int64_t PAIRS = 3; // a kind beside those of arguments.h
 constexpr long DEPTH = 32;   // numbers of a row in a block
 constexpr long RUN = 4;      // blocks of a run, whose products are one chain of sums
 constexpr long SIDE = 16;    // rows and columns of a tile
@@ -21,8 +21,8 @@ constexpr long PANEL = 32;   // columns
 constexpr long STEP = 2048;  // bytes of a block of a panel in bfloat16
 
 // `x` is [rows, k], `bias` [n] and may be null, `out` [rows, n]; one thread if `parallel` is null.
-// The objects for AMX and AVX512-BF16 have no float32. `kind` of the plain object may be PAIRS: bfloat16
-// with the sums of AVX512-BF16. Returns 1 if there is no memory, else 0.
+// The objects for AMX and AVX512-BF16 have no float32. The plain object's `kind` may be PAIRS, which is
+// bfloat16 with the sums of AVX512-BF16. Returns 1 if there is no memory, else 0.
 extern "C" __attribute__((visibility("default"))) int kvrelay_product(
     const char* x, const char* packed, const char* bias, char* out, int64_t rows, int64_t n,
     int64_t k, int64_t kind, int64_t threads, Parallel parallel);
