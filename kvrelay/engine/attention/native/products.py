@@ -107,10 +107,12 @@ def tiled(products: Products, weight: torch.Tensor, bias: torch.Tensor | None) -
     ``ValueError`` if one is not of the products' dtype, their sizes differ or there are no in
     features.
     """
-    fits = all(one is None or one.dtype is products.dtype for one in (weight, bias))
-    if not fits or weight.shape[1] == 0 or (bias is not None and len(bias) != len(weight)):
-        shape = tuple(weight.shape)
-        raise ValueError(f"no weight and bias of {products.dtype}: {weight.dtype} {shape}")
+    given = [weight] if bias is None else [weight, bias]
+    fits = weight.dim() == 2 and weight.shape[1] > 0
+    fits = fits and (bias is None or bias.shape == weight.shape[:1])
+    if not fits or any(one.dtype is not products.dtype for one in given):
+        found = [(one.dtype, tuple(one.shape)) for one in given]
+        raise ValueError(f"no weight and bias of {products.dtype}: {found}")
     if bias is not None:
         bias = bias.detach().contiguous()
     return TiledWeight(products, pack(weight.detach()), bias, *weight.shape)
