@@ -271,7 +271,7 @@ def test_doctor_says_what_multiplies_bfloat16(
         usual = ("ok", products.summary)
     else:
         usual = ("absent" if products.notable else "ok", products.reason)
-    said = {"": usual, "mkl": ("missing", f"{FORCED_PRODUCTS}: 'mkl'")}
+    said = {"": usual, "mkl": ("absent", f"{FORCED_PRODUCTS}: 'mkl'")}
     for forced, (state, found) in said.items():
         monkeypatch.setenv(FORCED_PRODUCTS, forced)
         findings = json.loads(kvrelay("doctor", "--json").stdout)["findings"]

@@ -219,7 +219,7 @@ def _products() -> Diagnosis:
     try:
         found = products_of(torch.bfloat16)
     except Rejected as error:
-        return Diagnosis("products", "missing", str(error), "workers refuse to start")
+        return Diagnosis("products", "absent", str(error), "workers in bfloat16 refuse to start")
     if isinstance(found, Products):
         means = "workers on the CPU multiply bfloat16 with it"
         return Diagnosis("products", "ok", found.summary, means)
