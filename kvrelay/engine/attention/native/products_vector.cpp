@@ -39,7 +39,7 @@ struct Single : Numbers<KIND> {  // a term is a number
     store(to + VECTOR, N::read(from + N::BYTES * VECTOR, count - VECTOR));
   }
   static Lanes all_of(Term x) { return all(x); }
-  static Lanes add_term(Lanes sum, Lanes x, Lanes weight) { return fused(x, weight, sum); }
+  static Lanes multiply_add(Lanes sum, Lanes x, Lanes weight) { return fused(x, weight, sum); }
 };
 
 #ifdef __AVX512BF16__
@@ -61,7 +61,7 @@ struct Bfloat16 : Numbers<BFLOAT16> {
     return load_pairs((const Word*)(two + ODD * LINE));
   }
   static Pair all_of(Term x) { return pair(x); }
-  static Lanes add_term(Lanes sum, Pair x, Weight weight) { return dot(sum, x, weight); }
+  static Lanes multiply_add(Lanes sum, Pair x, Weight weight) { return dot(sum, x, weight); }
 };
 #else
 struct Bfloat16 : Single<BFLOAT16> {
@@ -84,7 +84,6 @@ struct Float32 : Single<FLOAT32> {
   }
 };
 
-
 template <class K>
 constexpr long BLOCK = DEPTH * PANEL * K::BYTES;  // bytes of a block of a panel
 template <class K>
@@ -104,7 +103,7 @@ inline void add_term(const typename K::Term* x, const char* packed, Sums<R, W>& 
   UNROLL for (int j = 0; j < W; j++) weight[j] = K::template weight<ODD>(packed + j * (BLOCK<K> / 2));
   UNROLL for (int i = 0; i < R; i++) {
     const auto number = K::all_of(x[i * K::TERMS + ODD]);
-    UNROLL for (int j = 0; j < W; j++) sums[i][j] = K::add_term(sums[i][j], number, weight[j]);
+    UNROLL for (int j = 0; j < W; j++) sums[i][j] = K::multiply_add(sums[i][j], number, weight[j]);
   }
 }
 
