@@ -9,6 +9,13 @@ from pathlib import Path
 from kvrelay.cli.authority import LOCAL_NAMES, CertificateAuthority
 from kvrelay.rpc.security.options import SecurityOptions
 
+OWN_HOST = "127.0.0.2"
+"""Where servers listen whose connections a test counts.
+
+Clients of workers that were killed go on connecting to ports of 127.0.0.1, which a new server may
+have got.
+"""
+
 SERVICE = "service-secret-of-the-test"
 ADMIN = "admin-secret-of-the-test"
 FLEET = "fleet-secret-of-the-test"
@@ -50,7 +57,7 @@ def write_files(
     name: str,
     authority: CertificateAuthority,
     days: float = 1,
-    hosts: Sequence[str] = LOCAL_NAMES,
+    hosts: Sequence[str] = (*LOCAL_NAMES, OWN_HOST),
 ) -> Files:
     """A certificate for ``name``, good for ``days``."""
     issued = authority.issue(name, hosts, days)

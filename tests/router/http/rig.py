@@ -21,6 +21,7 @@ from router.http.resume import with_checksum
 from router.http.server import HttpServer
 from tests.router.fakes import FakeWorker, Running, answer, decode_worker, running, text_of
 from tests.router.rig import PROMPT
+from tests.secured import OWN_HOST
 
 SEED = 5
 Keys = tuple[Security | None, ssl.SSLContext | None]
@@ -50,7 +51,7 @@ async def bounded(
         app = make_app(
             router.service, Access(lambda: policy.INSECURE.credentials, 100), limits, bytes
         )
-        server = HttpServer(app, Address("127.0.0.1", 0), limits)
+        server = HttpServer(app, Address(OWN_HOST, 0), limits)
         url = await server.start(security)
         try:
             async with httpx2.AsyncClient(base_url=url, timeout=20) as client:
@@ -61,7 +62,7 @@ async def bounded(
 
 async def raw(client: httpx2.AsyncClient) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A connection to the server of a client."""
-    return await asyncio.open_connection("127.0.0.1", client.base_url.port)
+    return await asyncio.open_connection(client.base_url.host, client.base_url.port)
 
 
 def openai_of(router: Running, key: str = "none", **options: object) -> AsyncOpenAI:

@@ -374,7 +374,8 @@ async def test_idle_connections_make_room() -> None:
 async def test_a_burst_of_connections_makes_room_for_each() -> None:
     """They are accepted before the first that makes room is closed."""
     async with bounded(connections=60, connections_per_host=40) as (router, client, server):
-        made = [socket.create_connection(("127.0.0.1", client.base_url.port)) for _ in range(100)]
+        where = client.base_url.host, client.base_url.port
+        made = [socket.create_connection(where) for _ in range(100)]
         await until(lambda: server.connections.open >= 30)
         await undisturbed(router, client)
         assert server.connections.open <= 31  # half of all places are for one host

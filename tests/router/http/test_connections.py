@@ -26,7 +26,7 @@ from router.http.exchange import Exchange
 from tests.router.fakes import Behaviour, decode_worker
 from tests.router.http.rig import SEED, bounded, door, expected, raw
 from tests.router.rig import PROMPT, until
-from tests.secured import write_files
+from tests.secured import OWN_HOST, write_files
 
 GOOD: dict[str, object] = {"prompt": PROMPT, "max_tokens": 3, "seed": SEED}
 JSON = b"host: x\r\ncontent-type: application/json\r\n"
@@ -49,8 +49,8 @@ def large(framing: str) -> Iterator[bytes]:
 
 def sent_first(port: int, request: Iterator[bytes], trust: ssl.SSLContext | None) -> bytes:
     """The answer to a client that sends all of its request before it reads."""
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as made:
-        stream = made if trust is None else trust.wrap_socket(made, server_hostname="127.0.0.1")
+    with socket.create_connection((OWN_HOST, port), timeout=60) as made:
+        stream = made if trust is None else trust.wrap_socket(made, server_hostname=OWN_HOST)
         with stream:
             for piece in request:
                 stream.sendall(piece)
@@ -161,7 +161,7 @@ async def test_a_client_that_leaves_before_it_is_refused_is_no_error() -> None:
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: errors.append(context))
     async with bounded(head_seconds=0.2) as (_, client, server):
-        made = socket.create_connection(("127.0.0.1", client.base_url.port))
+        made = socket.create_connection((OWN_HOST, client.base_url.port))
         async with asyncio.timeout(20):
             while not server.connections.open:  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0)
@@ -294,10 +294,10 @@ async def test_handshakes_are_counted_and_bounded(tmp_path: Path) -> None:
     limits: dict[str, object] = {"connections": 60, "connections_per_host": 40, "head_seconds": 1.0}
     async with bounded(security, **limits) as (_, client, server):
         port = client.base_url.port
-        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(100)]
+        silent = [await asyncio.open_connection(OWN_HOST, port) for _ in range(100)]
         await until(lambda: server.connections.open >= 30)
         assert server.connections.open <= 31  # half of all places are for one host
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust)
+        reader, writer = await asyncio.open_connection(OWN_HOST, port, ssl=trust)
         writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         assert b" 200 " in await reader.readline()
         await until(lambda: server.connections.open == 1)  # their second is over
@@ -315,7 +315,7 @@ async def test_why_there_is_no_tls_is_told(
     files = write_files(tmp_path, "router", CertificateAuthority())
     trust = ssl.create_default_context(cafile=files.ca) if reason != "http request" else None
     async with bounded(policy.load(files.options())) as (_, client, _):
-        where = "127.0.0.1", client.base_url.port
+        where = OWN_HOST, client.base_url.port
         reader, writer = await asyncio.open_connection(*where, ssl=trust)
         writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         if trust is not None:

@@ -20,6 +20,7 @@ from tests.router.fakes import Behaviour, decode_worker
 from tests.router.http.rig import SEED, Keys, bounded, raw
 from tests.router.http.test_unread import HEAD, request, slow_reader
 from tests.router.rig import PROMPT, until
+from tests.secured import OWN_HOST
 
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 REFUSED = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: text/plain\r\n"
@@ -237,7 +238,7 @@ async def test_a_blank_line_behind_the_last_request_does_not_delay_the_end(keys:
     async with bounded(security, worker) as (_, client, _):
         name = None if trust is None else "localhost"
         reader, writer = await asyncio.open_connection(
-            "127.0.0.1", client.base_url.port, ssl=trust, server_hostname=name
+            OWN_HOST, client.base_url.port, ssl=trust, server_hostname=name
         )
         writer.write(completion(stream=True).replace(b"HTTP/1.1", b"HTTP/1.0", 1))
         await asyncio.wait_for(worker.entered.wait(), 20)
@@ -254,7 +255,7 @@ async def test_the_last_answer_says_that_it_is_the_last(keys: Keys) -> None:
     async with bounded(security) as (_, client, server):
         name = None if trust is None else "localhost"
         reader, writer = await asyncio.open_connection(
-            "127.0.0.1", client.base_url.port, ssl=trust, server_hostname=name
+            OWN_HOST, client.base_url.port, ssl=trust, server_hostname=name
         )
         writer.write(GET + GET + b"rubbish\r\n\r\n")
         for last in (False, True):
@@ -281,7 +282,7 @@ async def test_a_refused_body_is_not_asked_for() -> None:
 @pytest.mark.parametrize("later", [False, True])
 async def test_requests_behind_the_last_one_do_not_cut_its_answer(later: bool) -> None:
     """Nor if they are sent after it is written."""
-    server = HttpServer(long_page, Address("127.0.0.1", 0), HttpLimits())
+    server = HttpServer(long_page, Address(OWN_HOST, 0), HttpLimits())
     url = await server.start()
     try:
         reader, writer = await slow_reader(int(url.rpartition(":")[2]))
@@ -334,7 +335,7 @@ async def long_page(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def test_a_page_that_is_not_read_is_dropped() -> None:
-    server = HttpServer(long_page, Address("127.0.0.1", 0), HttpLimits(stuck_seconds=0.4))
+    server = HttpServer(long_page, Address(OWN_HOST, 0), HttpLimits(stuck_seconds=0.4))
     url = await server.start()
     try:
         _, writer = await slow_reader(int(url.rpartition(":")[2]))
@@ -348,7 +349,7 @@ async def test_a_page_that_is_not_read_is_dropped() -> None:
 
 async def test_who_still_reads_an_answer_makes_no_room_before_others() -> None:
     limits = HttpLimits(connections=4)  # two for each host
-    server = HttpServer(long_page, Address("127.0.0.1", 0), limits)
+    server = HttpServer(long_page, Address(OWN_HOST, 0), limits)
     url = await server.start()
     try:
         port = int(url.rpartition(":")[2])
@@ -356,8 +357,8 @@ async def test_who_still_reads_an_answer_makes_no_room_before_others() -> None:
         writer.write(GET.replace(b"health", b"long"))
         (slow,) = connections(server)
         await until(lambda: slow._answered == 1 and slow.writes)
-        idle, _ = await asyncio.open_connection("127.0.0.1", port)
-        last, _ = await asyncio.open_connection("127.0.0.1", port)
+        idle, _ = await asyncio.open_connection(OWN_HOST, port)
+        last, _ = await asyncio.open_connection(OWN_HOST, port)
         assert await asyncio.wait_for(idle.read(), 20) == b""
         async with asyncio.timeout(60):
             size = 0

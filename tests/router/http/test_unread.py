@@ -21,6 +21,7 @@ from router.queue import inbox
 from tests.router.fakes import Behaviour, decode_worker
 from tests.router.http.rig import SEED, Keys, bounded, door, raw
 from tests.router.rig import PROMPT, until
+from tests.secured import OWN_HOST
 
 HEAD = b"POST /%s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 LONG = json.dumps({"prompt": "x" * 1_000_000, "return_token_strs": True}).encode()
@@ -47,7 +48,7 @@ async def slow_reader(port: int | None, trust: ssl.SSLContext | None = None) -> 
     made = socket.socket()
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     made.setblocking(False)
-    await asyncio.get_running_loop().sock_connect(made, ("127.0.0.1", port))
+    await asyncio.get_running_loop().sock_connect(made, (OWN_HOST, port))
     name = None if trust is None else "localhost"
     return await asyncio.open_connection(sock=made, limit=1, ssl=trust, server_hostname=name)
 
@@ -143,7 +144,7 @@ def read_slowly(port: int | None, sent: bytes, trust: ssl.SSLContext | None) -> 
     """The bytes of a response; those behind 6 MiB are read slowly, in two seconds."""
     with socket.socket() as made:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        made.connect(("127.0.0.1", port))
+        made.connect((OWN_HOST, port))
         one = made if trust is None else trust.wrap_socket(made, server_hostname="localhost")
         with one:
             one.sendall(sent)
