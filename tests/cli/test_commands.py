@@ -26,6 +26,7 @@ from kvrelay.cluster.ports import free_ports
 from kvrelay.engine.attention.native.library import (
     FORCED,
     FORCED_PRODUCTS,
+    MULTIPLIED,
     load_kernel,
     products_of,
 )
@@ -262,20 +263,22 @@ def test_doctor_finds_what_the_tests_run_on() -> None:
     assert (done.returncode == 0) is found["ok"]
 
 
-def test_doctor_says_what_multiplies_bfloat16(
-    compiled: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dtype", MULTIPLIED)
+def test_doctor_says_what_multiplies(
+    dtype: torch.dtype, compiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By default what a worker uses; what was asked for in vain is named."""
-    products = products_of(torch.bfloat16)
+    products = products_of(dtype)
     if isinstance(products, Products):
         usual = ("ok", products.summary)
     else:
         usual = ("absent" if products.notable else "ok", products.reason)
     said = {"": usual, "mkl": ("absent", f"{FORCED_PRODUCTS}: 'mkl'")}
+    name = str(dtype).removeprefix("torch.")
     for forced, (state, found) in said.items():
         monkeypatch.setenv(FORCED_PRODUCTS, forced)
         findings = json.loads(kvrelay("doctor", "--json").stdout)["findings"]
-        (finding,) = [each for each in findings if each["name"] == "products"]
+        (finding,) = [each for each in findings if each["name"] == name]
         assert finding["state"] == state
         assert found in finding["found"]
 

@@ -189,7 +189,7 @@ def _torch() -> Iterator[Diagnosis]:
         means += "; flash_attn is installed: --attention-backend flash_attn on a GPU"
     yield Diagnosis("attention", "ok", "sdpa, of torch", means)
     yield _native_attention()
-    yield _products()
+    yield from _products()
     from kvrelay.engine.kernels import kernels
 
     profile = "/".join(kernels(torch.device("cuda" if count else "cpu")))
@@ -209,22 +209,23 @@ def _native_attention() -> Diagnosis:
     return Diagnosis("native kernel", "ok", found, "workers on the CPU compute attention with it")
 
 
-def _products() -> Diagnosis:
-    """What multiplies bfloat16 on the CPU."""
-    import torch
-
-    from kvrelay.engine.attention.native.library import products_of
+def _products() -> Iterator[Diagnosis]:
+    """What multiplies each dtype on the CPU."""
+    from kvrelay.engine.attention.native.library import MULTIPLIED, products_of
     from kvrelay.engine.attention.native.products import Products
 
-    try:
-        found = products_of(torch.bfloat16)
-    except Rejected as error:
-        return Diagnosis("products", "absent", str(error), "workers in bfloat16 refuse to start")
-    if isinstance(found, Products):
-        means = "workers on the CPU multiply bfloat16 with it"
-        return Diagnosis("products", "ok", found.summary, means)
-    means = "workers on the CPU multiply bfloat16 with oneDNN"
-    return Diagnosis("products", "absent" if found.notable else "ok", found.reason, means)
+    for dtype in MULTIPLIED:
+        name = str(dtype).removeprefix("torch.")
+        try:
+            found = products_of(dtype)
+        except Rejected as error:
+            yield Diagnosis(name, "absent", str(error), f"workers in {name} refuse to start")
+            continue
+        if isinstance(found, Products):
+            yield Diagnosis(name, "ok", found.summary, "workers on the CPU multiply with it")
+        else:
+            state: State = "absent" if found.notable else "ok"
+            yield Diagnosis(name, state, found.reason, "workers on the CPU multiply with oneDNN")
 
 
 def _port() -> Diagnosis:
