@@ -128,6 +128,7 @@ class ClusterConfig(TracingOptions):
         "threads of a worker; default: by the model's size, at most cores / workers and"
         f" {MOST_THREADS}, and those of idle workers on Linux",
         low=1,
+        high=1024,
     )
     metrics_port: int | None = option(
         None,

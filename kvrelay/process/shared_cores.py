@@ -2,8 +2,8 @@
 
 The workers map one file, in which each has a byte that says whether it computes. At the start of a
 step, and of each layer in compiled code, a worker divides the cores by the number of workers that
-compute. The byte of a worker that was killed while it computed stays set until another worker takes
-it: the others use fewer cores then.
+compute. The byte of a worker that was killed while it computed stays set until another one starts:
+the others use fewer cores then.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
 from kvrelay.errors import Rejected
 
@@ -47,26 +48,35 @@ class SharedCores:
         except OSError as error:
             raise Rejected("shared_cores", f"{path}: {error.strerror}") from error
         try:
+            if not set(os.pread(self._file, WORKERS, 0)) <= {0, _COMPUTES}:
+                raise ValueError("it has other content: name a new file")
             if os.fstat(self._file).st_size < WORKERS:
-                os.ftruncate(self._file, WORKERS)
-            self._place = self._free_place()
+                _extend(self._file)
             self._computing = mmap.mmap(self._file, WORKERS)
+            self._place = self._take_place()
         except (OSError, ValueError) as error:
             os.close(self._file)
             raise Rejected("shared_cores", f"{path}: {error}") from error
         computing = ctypes.addressof((ctypes.c_uint8 * WORKERS).from_buffer(self._computing))
         self.view = CoresView(computing, WORKERS, share, most, cores)
-        self.rest()
 
-    def _free_place(self) -> int:
-        """The first byte whose lock no process holds; the lock ends with this process."""
+    def _take_place(self) -> int:
+        """The first byte whose lock no process holds; the lock ends with this process.
+
+        Clears every such byte: its worker has ended.
+        """
+        own: int | None = None
         for place in range(WORKERS):
-            try:
+            with suppress(BlockingIOError, PermissionError):
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
-            except (BlockingIOError, PermissionError):
-                continue
-            return place
-        raise ValueError(f"{WORKERS} workers share it already")
+                self._computing[place] = 0
+                if own is None:
+                    own = place
+                else:
+                    fcntl.lockf(self._file, fcntl.LOCK_UN, 1, place)
+        if own is None:
+            raise ValueError(f"{WORKERS} workers share it already")
+        return own
 
     def compute(self) -> int:
         """A step begins: the number of threads for it."""
@@ -82,6 +92,14 @@ class SharedCores:
         self.rest()
         self._computing.close()
         os.close(self._file)
+
+
+def _extend(file: int) -> None:
+    """With bytes that the file system has: a hole that it cannot fill would end the process."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, WORKERS)
+    else:
+        os.ftruncate(file, WORKERS)
 
 
 class SharedCoresFile:

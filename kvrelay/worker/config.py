@@ -89,6 +89,7 @@ class WorkerConfig(TracingOptions):
         None,
         f"CPU threads of the model; default: by its size, at most the cores and {MOST_THREADS}",
         low=1,
+        high=1024,
     )
     shared_cores: str | None = option(
         None,

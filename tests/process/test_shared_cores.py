@@ -104,6 +104,25 @@ def test_a_restarted_worker_takes_the_place_of_the_killed_one(tmp_path: Path) ->
             assert first.compute() == 4
 
 
+def test_the_cores_of_all_killed_workers_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "cores"
+    with ExitStack() as stack:
+        killed = [stack.enter_context(worker(path)) for _ in range(4)]
+        for each in killed:
+            each.compute()
+            each.end()
+        with worker(path) as other:
+            assert other.compute() == 8
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes"
+    path.write_text("do not overwrite")
+    with pytest.raises(Rejected, match=r"shared_cores.*notes: it has other content"):
+        SharedCores(str(path), 1, 8, 8)
+    assert path.read_text() == "do not overwrite"
+
+
 def test_a_closed_worker_uses_no_core(tmp_path: Path) -> None:
     path = tmp_path / "cores"
     with worker(path) as other:

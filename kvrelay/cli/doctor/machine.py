@@ -203,6 +203,9 @@ def _native_attention() -> Diagnosis:
 
     try:
         found = load_kernel().summary
+    except Rejected as error:
+        means = "workers on the CPU refuse to start"
+        return Diagnosis("native kernel", "absent", str(error), means)
     except NoKernel as error:
         means = "workers compute attention with sdpa"
         return Diagnosis("native kernel", "absent", str(error), means)

@@ -20,6 +20,7 @@ from kvrelay.connector.mock import MockConnector
 from kvrelay.connector.none import NoConnector
 from kvrelay.connector.script import PREFIX, read_script
 from kvrelay.connector.store import StoreConnector
+from kvrelay.engine.attention.native.library import check_openmp
 from kvrelay.engine.attention.native.products import Products
 from kvrelay.engine.core.blocks import Naming
 from kvrelay.engine.core.external import Connector
@@ -61,6 +62,7 @@ def open_native(
 def _open(
     config: WorkerConfig, credentials: Credentials, deliver: Deliver, options: EngineOptions
 ) -> OpenedEngine:
+    check_openmp(max(torch.get_num_threads(), config.threads or 0))
     asked = config.attention_backend
     model = load_model(config.model, config.dtype, config.device, config.max_model_len, asked)
     info = model.info

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -154,8 +155,7 @@ def test_a_variant_can_be_forced(compiled: None, variant: str) -> None:
 
 def test_an_unknown_variant_is_refused_by_name(compiled: None) -> None:
     said = choose(**{library.FORCED: "sse9"})
-    assert "attention_backend" in said
-    assert f"{library.FORCED}=sse9: this machine's are" in said
+    assert f"{library.FORCED}: 'sse9' is not one of {build.variants()[0]}, " in said
 
 
 def test_what_was_not_compiled_is_refused_with_the_command(
@@ -194,7 +194,8 @@ def test_auto_is_sdpa_with_a_reason_where_it_cannot(
     assert re.match("native cannot be used: not compiled", chosen.reason)
     monkeypatch.undo()
     monkeypatch.setenv(library.FORCED, "sse9")
-    assert f"{library.FORCED}=sse9" in choose_attention("auto", KVPool(SHAPE)).reason
+    with pytest.raises(Rejected, match=library.FORCED):
+        choose_attention("auto", KVPool(SHAPE))
 
 
 def test_auto_is_sdpa_for_a_pool_of_another_kind(compiled: None) -> None:
@@ -281,10 +282,71 @@ def test_a_compiler_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_objects_of_other_sources_are_removed(compiled: None, tmp_path: Path) -> None:
-    for variant in build.variants():
-        (tmp_path / build.object_name(variant)).touch()
+    whole = [build.whole_object(variant) for variant in build.variants()]
+    for path in whole:
+        assert path is not None
+        shutil.copy(path, tmp_path)
     (tmp_path / "avx2-000000000000.so").touch()
+    assert {path.name for path in build.build(tmp_path)} == {path.name for path in whole if path}
+    assert len(list(tmp_path.iterdir())) == len(whole)
+
+
+@pytest.mark.parametrize("damage", ["cut off", "one bit"])
+def test_a_damaged_object_is_not_loaded_and_compiled_again(
+    compiled: None, tmp_path: Path, damage: str
+) -> None:
+    """A part of its pages would end the process; another bit would compute other bits."""
+    for path in build.FOLDER.glob("*.so"):
+        shutil.copy(path, tmp_path)
+    best = next(variant for variant in build.variants() if library.runs(variant))
+    damaged = build.whole_object(best, tmp_path)
+    assert damaged is not None
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content[: len(content) // 2] if damage == "cut off" else content)
+    with pytest.raises(library.NoKernel, match=f"its file is damaged: run {build.COMMAND}"):
+        library.load_object(best, tmp_path)
     build.build(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        build.object_name(variant) for variant in build.variants()
-    }
+    assert build.whole_object(best, tmp_path) is not None
+
+
+def test_an_object_that_the_compiler_left_out_is_named(compiled: None, tmp_path: Path) -> None:
+    plain = build.whole_object(build.PLAIN)
+    assert plain is not None
+    shutil.copy(plain, tmp_path)
+    with pytest.raises(library.NoKernel, match="does the C\\+\\+ compiler know its instructions"):
+        library.load_object(build.AVX2, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [("g++ 'x", "No closing quotation"), ("true", "it wrote no object")],
+)
+def test_a_compiler_that_is_none_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, words: str
+) -> None:
+    monkeypatch.setenv("CXX", command)
+    with pytest.raises(build.BuildError, match=words):
+        build.build(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("OMP_THREAD_LIMIT", "1"), ("OMP_DYNAMIC", "true"), ("OMP_DYNAMIC", "false")],
+)
+def test_openmp_that_may_give_fewer_threads_is_refused(name: str, value: str) -> None:
+    program = (
+        "from kvrelay.engine.attention.native.library import check_openmp\n"
+        "from kvrelay.errors import Rejected\n"
+        "try: check_openmp(2)\n"
+        "except Rejected as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, name: value},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith(f"{name}: ") == (value != "false"), done.stdout
+    assert ("unset it" in done.stdout) == (value != "false")

@@ -127,7 +127,7 @@ def test_nothing_else_is_read_or_written(variant: str, compiled: None) -> None:
     """Pages without a right beside every block, the queries and the output: see ``guarded``."""
     if not runs(variant):
         pytest.skip(f"not a processor for {variant}")
-    path = build.FOLDER / build.object_name(variant)
+    path = build.whole_object(variant)
     command = [sys.executable, "-m", "tests.engine.native.guarded", str(path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, (done.returncode, done.stderr)

@@ -98,7 +98,7 @@ def test_torchs_own_threads(own: Products, threads: int) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
 def test_nothing_else_is_read_or_written(variant: str) -> None:
     """In a process of its own, which a touch of another page would end."""
-    path = build.FOLDER / build.object_name(variant)
+    path = build.whole_object(variant)
     command = [sys.executable, "-m", "tests.engine.native.product_guarded", str(path), variant]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, (done.returncode, done.stderr)

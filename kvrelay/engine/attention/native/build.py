@@ -2,7 +2,8 @@
 
 ``pip install`` runs it through the build hook of pyproject.toml, and
 ``python -m kvrelay.engine.attention.native.build`` by hand. It imports the standard library only.
-An object's name has a digest of the sources and flags, so an object of other sources is not loaded.
+An object's name has a digest of the sources and flags, and one of its own bytes, so that neither an
+object of other sources nor a damaged one is loaded.
 """
 
 from __future__ import annotations
@@ -74,14 +75,30 @@ def digest() -> str:
     return found.hexdigest()[:12]
 
 
-def object_name(variant: str) -> str:
-    """The file of a variant that was compiled from the sources as they are."""
-    return f"{variant}-{digest()}.so"
+def objects(variant: str, folder: Path = FOLDER) -> list[Path]:
+    """The files of a variant that were compiled from the sources as they are; ``*``: of all."""
+    return sorted(folder.glob(f"{variant}-{digest()}-*.so"))
+
+
+def whole_object(variant: str, folder: Path = FOLDER) -> Path | None:
+    """The one whose bytes are those that were compiled."""
+    return next(filter(_is_whole, objects(variant, folder)), None)
+
+
+def _is_whole(path: Path) -> bool:
+    return path.stem.rpartition("-")[2] == _own_digest(path)
+
+
+def _own_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
 def compiler() -> list[str]:
     """The command of the C++ compiler: ``CXX``, or one on the path."""
-    own = shlex.split(os.environ.get("CXX", ""))
+    try:
+        own = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise BuildError(f"CXX={os.environ['CXX']}: {error}") from error
     for words in [own] if own else [[name] for name in _COMPILERS]:
         if shutil.which(words[0]):
             return words
@@ -90,23 +107,23 @@ def compiler() -> list[str]:
 
 
 def build(folder: Path = FOLDER) -> list[Path]:
-    """Compile what is not there yet into ``folder``; remove objects of other sources.
+    """Compile what is not there yet into ``folder``; remove all other objects.
 
     An instruction set that the compiler does not know is left out. Raises ``BuildError`` if not
     even the plain object compiles.
     """
-    wanted = {variant: folder / object_name(variant) for variant in variants()}
-    missing = [variant for variant, path in wanted.items() if not path.exists()]
+    missing = [variant for variant in variants() if whole_object(variant, folder) is None]
     if missing:
         command = compiler()
         with ThreadPoolExecutor(2) as pool:
-            errors = list(pool.map(lambda v: _compile(command, v, wanted[v]), missing))
-        if not wanted[PLAIN].exists():
+            errors = list(pool.map(lambda v: _compile(command, v, folder), missing))
+        if whole_object(PLAIN, folder) is None:
             raise BuildError(f"{shlex.join(command)} failed: {errors[-1]}")
+    found = [whole_object(variant, folder) for variant in variants()]
     for path in folder.glob("*.so"):
-        if path not in wanted.values():
+        if path not in found:
             path.unlink(missing_ok=True)
-    return [path for path in wanted.values() if path.exists()]
+    return [path for path in found if path is not None]
 
 
 def flags_and_sources(name: str, folder: Path = FOLDER) -> list[str]:
@@ -116,11 +133,11 @@ def flags_and_sources(name: str, folder: Path = FOLDER) -> list[str]:
     return [*VARIANTS[name], *(str(folder / source) for source in sources)]
 
 
-def _compile(command: list[str], variant: str, path: Path) -> str:
+def _compile(command: list[str], variant: str, folder: Path) -> str:
     """Compile one object; returns the compiler's complaint, empty if there is none."""
     static = _STATIC if sys.platform == "linux" else ()
-    with tempfile.TemporaryDirectory(dir=path.parent) as room:
-        made = Path(room) / path.name
+    with tempfile.TemporaryDirectory(dir=folder) as room:
+        made = Path(room) / f"{variant}.so"
         flags = [*FLAGS, *static, *flags_and_sources(variant), "-o", str(made)]
         try:
             done = subprocess.run(
@@ -130,7 +147,10 @@ def _compile(command: list[str], variant: str, path: Path) -> str:
             return str(error)
         if done.returncode != 0:
             return " ".join(done.stderr.split())[:300] or f"status {done.returncode}"
-        made.replace(path)  # at once: a process may have the old object mapped
+        if not made.exists():
+            return "it wrote no object"
+        # At once: a process may have the old object mapped.
+        made.replace(folder / f"{variant}-{digest()}-{_own_digest(made)}.so")
     return ""
 
 
@@ -142,5 +162,5 @@ def _report() -> Iterator[str]:
 if __name__ == "__main__":
     try:
         print("\n".join(_report()))
-    except BuildError as failure:
+    except (BuildError, OSError) as failure:
         sys.exit(f"the attention kernel was not compiled: {failure}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -24,8 +25,9 @@ from kvrelay.engine.attention.native.build import (
     FOLDER,
     PLAIN,
     PRODUCT_SOURCES,
-    object_name,
+    objects,
     variants,
+    whole_object,
 )
 from kvrelay.engine.attention.native.products import (
     PAIRS,
@@ -86,8 +88,19 @@ class NativeKernel:
 
 
 def load_kernel() -> NativeKernel:
-    """The kernel of this process; raises ``NoKernel``."""
-    return _load(os.environ.get(FORCED, ""))
+    """The kernel of this process; raises ``NoKernel``.
+
+    ``Rejected`` if the variable asks for what cannot be used here.
+    """
+    forced = os.environ.get(FORCED, "")
+    if forced and forced not in variants():
+        raise Rejected(FORCED, f"{forced!r} is not one of {', '.join(variants())}")
+    try:
+        return _load(forced)
+    except NoKernel as error:
+        if forced:
+            raise Rejected(FORCED, f"{forced} cannot be used: {error}") from error
+        raise
 
 
 def load_object(variant: str, folder: Path = FOLDER) -> Function:
@@ -121,12 +134,10 @@ def _load(forced: str) -> NativeKernel:
     plain = open_object(PLAIN, FOLDER)
     plain.kvrelay_revision.restype = ctypes.c_int64
     against: list[str] = []
-    if forced and forced not in variants():
-        raise NoKernel(f"{FORCED}={forced}: this machine's are {', '.join(variants())}")
     for variant in (forced,) if forced else variants():
         if not runs(variant):
             if forced:
-                raise NoKernel(f"{FORCED}={forced}: this processor lacks its instructions")
+                raise NoKernel("this processor lacks its instructions")
             continue
         try:
             function = load_object(variant)
@@ -137,7 +148,7 @@ def _load(forced: str) -> NativeKernel:
         if reason is None:
             revision = plain.kvrelay_revision()
             return NativeKernel(variant, revision, function, rows, parallel(), tuple(against))
-        against.append(f"{variant}: {reason}")
+        against.append(reason if forced else f"{variant}: {reason}")
     raise NoKernel("; ".join(against))
 
 
@@ -224,15 +235,24 @@ def load_product(name: str, folder: Path = FOLDER) -> ProductFunction:
 
 def open_object(variant: str, folder: Path = FOLDER) -> ctypes.CDLL:
     """Load an object as it was compiled; raises ``NoKernel``."""
-    path = folder / object_name(variant)
-    if not path.exists():
-        stale = any(folder.glob("*.so"))
-        how = "compiled from other sources" if stale else "not compiled (was there a C++ compiler?)"
-        raise NoKernel(f"{how}: run {COMMAND}")
     try:
-        return ctypes.CDLL(str(path))
+        path = whole_object(variant, folder)
+        if path is not None:
+            return ctypes.CDLL(str(path))
     except OSError as error:
         raise NoKernel(f"cannot be loaded: {error}") from error
+    raise NoKernel(f"{_absence(variant, folder)}: run {COMMAND}")
+
+
+def _absence(variant: str, folder: Path) -> str:
+    """Why there is no object to load."""
+    if objects(variant, folder):
+        return "its file is damaged"
+    if objects("*", folder):
+        return "not compiled (does the C++ compiler know its instructions?)"
+    if any(folder.glob("*.so")):
+        return "compiled from other sources"
+    return "not compiled (was there a C++ compiler?)"
 
 
 def entry_of(library: ctypes.CDLL) -> Function:
@@ -250,12 +270,29 @@ def parallel() -> int:
 
     A handle's symbols are those of the library and of all that it is linked with.
     """
+    found = _openmp("GOMP_parallel")
+    return ctypes.cast(found, ctypes.c_void_p).value or 0 if found else 0
+
+
+def check_openmp(threads: int) -> None:
+    """``Rejected`` if OpenMP may give a step fewer threads than it asks for.
+
+    oneDNN relies on all of them: it would leave parts of its results unwritten.
+    """
+    limit, dynamic = _openmp("omp_get_thread_limit"), _openmp("omp_get_dynamic")
+    why = "and oneDNN would not write all results: unset it (--threads N sets a worker's threads)"
+    if limit is not None and limit() < threads:
+        raise Rejected("OMP_THREAD_LIMIT", f"{limit()} is less than {threads} threads, {why}")
+    if dynamic is not None and dynamic():
+        raise Rejected("OMP_DYNAMIC", f"a step may get fewer threads than it asks for, {why}")
+
+
+def _openmp(name: str) -> ctypes._NamedFuncPointer | None:
+    """A function of the OpenMP runtime that torch is linked with."""
     for path in _torch_libraries():
-        try:
-            return ctypes.cast(ctypes.CDLL(str(path)).GOMP_parallel, ctypes.c_void_p).value or 0
-        except (OSError, AttributeError):
-            continue
-    return 0
+        with suppress(OSError, AttributeError):
+            return ctypes.CDLL(str(path))[name]
+    return None
 
 
 def _torch_libraries() -> Iterator[Path]:
