@@ -45,14 +45,10 @@ class SamplingPlan:
     def read(self, table: NDArray[np.int32], masks: GrammarMasks | None) -> list[Sampled]:
         """The results out of the words that were read back."""
         rows = len(self.asked)
-        tokens, rest = table[:rows].tolist(), table[rows:]
-        errors = {}
-        if masks is not None:
-            highest = rest[: len(masks.rows)].view(np.float32).tolist()
-            rest = rest[len(masks.rows) :]
-            errors = impossible(masks, highest)
+        tokens, highest, rest = np.split(table, (rows, 2 * rows))
+        errors = impossible(highest.view(np.float32).tolist(), masks)
         made = []
-        for token, (row, _, sampling) in zip(tokens, self.asked, strict=True):
+        for token, (row, _, sampling) in zip(tokens.tolist(), self.asked, strict=True):
             count = sampling.logprobs
             if count is None:
                 made.append(Sampled(token, error=errors.get(row)))
@@ -124,13 +120,12 @@ class DeviceSampler:
             final = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             adjust(final, changes)
         tokens = final.argmax(-1)
+        highest = final.gather(1, tokens[:, None])[:, 0]
         if plan.drawn:
             at = drawn.long()
             picked = final if len(plan.drawn) == len(plan.asked) else final[at]
             tokens[at] = draw(picked, self._filters(numbers, plan), waits=False)
-        table = [tokens.int()]
-        if masks is not None:
-            table.append(final[restricted.long()].amax(-1).view(torch.int32))
+        table = [tokens.int(), highest.view(torch.int32)]
         table += self._reports(logits, tokens, plan)
         joined = torch.cat(table)
         meanwhile()

@@ -23,7 +23,7 @@ from kvrelay.engine.sampling.penalties import (
     too_short,
 )
 from kvrelay.engine.sampling.philox import uniform
-from kvrelay.errors import KvrelayError, Rejected
+from kvrelay.errors import KvrelayError, Rejected, Unservable
 from kvrelay.sampling import Sampling
 from kvrelay.structured import FIELD
 
@@ -42,10 +42,10 @@ def sample(
     plain = not any(adjusts(work, sampling) for _, work, sampling in asked)
     # In float32 even for the argmax: in bfloat16 it takes five times as long.
     final = logits.float() if plain else _adjusted(logits, asked)
-    tokens = _tokens(final, asked)
-    errors = {}
-    if masks is not None:
-        errors = impossible(masks, final[list(masks.rows)].amax(-1).tolist())
+    best = _first_highest(final)
+    highest = final.gather(1, best[:, None])[:, 0].tolist()
+    tokens = _tokens(final, asked, best.tolist())
+    errors = impossible(highest, masks)
     return [
         Sampled(token, error=errors.get(row))
         if sampling.logprobs is None or row in errors
@@ -54,16 +54,21 @@ def sample(
     ]
 
 
-def impossible(masks: GrammarMasks, highest: Sequence[float]) -> dict[int, KvrelayError]:
-    """Why rows have no token: their grammar failed, or no token is possible.
+def impossible(highest: Sequence[float], masks: GrammarMasks | None) -> dict[int, KvrelayError]:
+    """Why rows have no token: no number as a logit, a grammar that failed, or no possible token.
 
-    ``highest`` are the largest logits of the rows with a grammar.
+    ``highest`` are the largest logits of the rows, NaN where one is NaN.
     """
-    return {
-        row: Rejected(FIELD, "with bad_words it leaves no token to continue the output with")
-        for row, best in zip(masks.rows, highest, strict=True)
-        if best == -math.inf
-    } | masks.errors
+    errors: dict[int, KvrelayError] = {
+        row: Unservable(f"the model computed {best} as a logit: are its weights damaged?")
+        for row, best in enumerate(highest)
+        if math.isnan(best) or best == math.inf
+    }
+    for row in () if masks is None else masks.rows:
+        if highest[row] == -math.inf:
+            message = "with bad_words it leaves no token to continue the output with"
+            errors[row] = Rejected(FIELD, message)
+    return errors if masks is None else errors | masks.errors
 
 
 def sampling_of(work: Work) -> Sampling:
@@ -90,10 +95,9 @@ def _adjusted(logits: torch.Tensor, asked: Sequence[Row]) -> torch.Tensor:
     return copy
 
 
-def _tokens(logits: torch.Tensor, asked: Sequence[Row]) -> list[int]:
-    """The argmax for all rows at once, and a draw for rows with a temperature."""
+def _tokens(logits: torch.Tensor, asked: Sequence[Row], tokens: list[int]) -> list[int]:
+    """Those of the largest logits, and a draw for rows with a temperature."""
     drawn = [entry for entry in asked if entry[2].temperature > 0]
-    tokens = _highest(logits) if len(drawn) < len(asked) else [0] * len(asked)
     if not drawn:
         return tokens
     rows = [row for row, _, _ in drawn]
@@ -105,14 +109,14 @@ def _tokens(logits: torch.Tensor, asked: Sequence[Row]) -> list[int]:
     return tokens
 
 
-def _highest(logits: torch.Tensor) -> list[int]:
+def _first_highest(logits: torch.Tensor) -> torch.Tensor:
     """The first of the largest logits of each row, a NaN being the largest.
 
     On the CPU by NumPy, which takes a tenth of the time of torch.
     """
-    best = logits.numpy() if logits.device.type == "cpu" else logits
-    tokens: list[int] = best.argmax(-1).tolist()
-    return tokens
+    if logits.device.type == "cpu":
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.argmax(-1)
 
 
 def _report(row: torch.Tensor, token: int, count: int) -> Sampled:

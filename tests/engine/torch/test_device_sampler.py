@@ -16,7 +16,7 @@ from kvrelay.engine.sampling.masks import GrammarMasks
 from kvrelay.engine.sampling.philox import uniform
 from kvrelay.engine.sampling.sampler import sample
 from kvrelay.engine.sampling.tensor_philox import TensorPhilox
-from kvrelay.errors import KvrelayError, Unavailable
+from kvrelay.errors import KvrelayError, Unavailable, Unservable
 from kvrelay.sampling import Sampling
 from tests.engine.cuda.processes import needs_a_gpu
 
@@ -85,6 +85,27 @@ def same_but_for_rounding(mine: Sampled, theirs: Sampled) -> None:
     assert [one.token for one in mine.top] == [one.token for one in theirs.top]
     chances = [one.logprob for one in theirs.top]
     assert [one.logprob for one in mine.top] == pytest.approx(chances, abs=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_finite_logits_is_an_error(
+    bad: float, temperature: float, device: torch.device
+) -> None:
+    """Of its own request alone: the other rows have the same tokens as without it."""
+    works = [
+        Work([1, 2], 0, 2, (), 2, Sampling(temperature=temperature, seed=row, logprobs=2))
+        for row in range(3)
+    ]
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    usual = [entry.token for entry in sample(logits, works)]
+    logits[1, 7] = bad
+    for found in (sample(logits, works), on_device(logits, works, None, device)):
+        assert [entry.error is None for entry in found] == [True, False, True]
+        assert isinstance(found[1].error, Unservable)
+        assert f"computed {bad} as a logit" in str(found[1].error)
+        assert [found[0].token, found[2].token] == [usual[0], usual[2]]
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
