@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from kvrelay.cli.authority import LOCAL_NAMES, CertificateAuthority
 from kvrelay.rpc.security.options import SecurityOptions
 
-OWN_HOST = "127.0.0.2"
+OWN_HOST = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 """Where servers listen whose connections a test counts.
 
 Clients of workers that were killed go on connecting to ports of 127.0.0.1, which a new server may

@@ -51,7 +51,7 @@ class SharedCores:
             if not set(os.pread(self._file, WORKERS, 0)) <= {0, _COMPUTES}:
                 raise ValueError("it has other content: name a new file")
             if os.fstat(self._file).st_size < WORKERS:
-                _extend(self._file)
+                os.pwrite(self._file, b"\0", WORKERS - 1)  # the map needs bytes, not a hole
             self._computing = mmap.mmap(self._file, WORKERS)
             self._place = self._take_place()
         except (OSError, ValueError) as error:
@@ -92,14 +92,6 @@ class SharedCores:
         self.rest()
         self._computing.close()
         os.close(self._file)
-
-
-def _extend(file: int) -> None:
-    """With bytes that the file system has: a hole that it cannot fill would end the process."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file, 0, WORKERS)
-    else:
-        os.ftruncate(file, WORKERS)
 
 
 class SharedCoresFile:

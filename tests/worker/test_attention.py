@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from kvrelay.cluster.layout import ROOT
 from kvrelay.engine.attention.native import library
 from kvrelay.engine.core.plan import EngineLimits
 from kvrelay.engine.model.loading import load_model
@@ -36,3 +40,26 @@ def test_sdpa_is_logged_with_the_reason(
             library._load.cache_clear()
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("attention is sdpa-3: native cannot be used: not compiled")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("OMP_THREAD_LIMIT", "1", "1 is less than 2 threads"),  # of torch, which tests the model
+        ("OMP_THREAD_LIMIT", "2", "2 is less than 4 threads"),
+        ("OMP_DYNAMIC", "true", "a step may get fewer threads"),
+    ],
+)
+def test_a_worker_refuses_to_get_too_few_threads(name: str, value: str, words: str) -> None:
+    """Products of oneDNN would be wrong."""
+    model = str(ROOT / "kvrelay/recall/model")
+    options = ("--model", model, "--port", "0", "--threads", "4", "--device", "cpu")
+    done = subprocess.run(
+        [sys.executable, "-m", "prefill_service", *options],
+        env={**os.environ, "OMP_NUM_THREADS": "2", name: value},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert f"{name}: {words}" in done.stderr

@@ -189,6 +189,7 @@ def _torch() -> Iterator[Diagnosis]:
         means += "; flash_attn is installed: --attention-backend flash_attn on a GPU"
     yield Diagnosis("attention", "ok", "sdpa, of torch", means)
     yield _native_attention()
+    yield from _openmp()
     yield from _products()
     from kvrelay.engine.kernels import kernels
 
@@ -204,12 +205,23 @@ def _native_attention() -> Diagnosis:
     try:
         found = load_kernel().summary
     except Rejected as error:
-        means = "workers on the CPU refuse to start"
+        means = "workers on the CPU refuse to start, except with --attention-backend sdpa"
         return Diagnosis("native kernel", "absent", str(error), means)
     except NoKernel as error:
         means = "workers compute attention with sdpa"
         return Diagnosis("native kernel", "absent", str(error), means)
     return Diagnosis("native kernel", "ok", found, "workers on the CPU compute attention with it")
+
+
+def _openmp() -> Iterator[Diagnosis]:
+    """Variables with which products of oneDNN would be wrong."""
+    from kvrelay.engine.attention.native.library import check_openmp
+
+    try:
+        check_openmp(available_cores())
+    except Rejected as error:
+        means = "workers on the CPU that need more threads refuse to start"
+        yield Diagnosis("openmp", "absent", str(error), means)
 
 
 def _products() -> Iterator[Diagnosis]:

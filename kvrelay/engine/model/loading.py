@@ -16,7 +16,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from kvrelay.engine.attention.backend import ATTENTION, paged_attention
-from kvrelay.engine.attention.native.library import products_of
+from kvrelay.engine.attention.native.library import check_openmp, products_of
 from kvrelay.engine.attention.native.products import NoProducts, Products
 from kvrelay.engine.attention.pool import DTYPES, PoolShape
 from kvrelay.engine.model.capability import position_limit, servable_length
@@ -103,13 +103,15 @@ def load_model(
 
     ``dtype`` is "float32", "bfloat16", "float16" or "auto" (the config's own); ``device`` "cpu",
     "cuda" or "auto". The model is tested with ``attention_backend``. Raises ``Unservable`` with all
-    reasons if it cannot be served exactly.
+    reasons if it cannot be served exactly, ``Rejected`` for variables that OpenMP reads.
     """
     directory = Path(path)
     limit_onednn()
     with _explained(directory), torch.inference_mode(), Progress() as progress:
         progress.phase = f"checking the model in {directory}"
         where = open_device(device)
+        if where.type == "cpu":
+            check_openmp(torch.get_num_threads())
         kind, max_len = _check(directory, dtype, max_model_len)
         size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
         progress.phase = f"reading {size / 1e9:.1f} GB of weights from {directory}"

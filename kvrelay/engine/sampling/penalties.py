@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from kvrelay.engine.core.updates import Work
 from kvrelay.sampling import Sampling
 
+_REPETITIONS = (1e-20, 1e20)
+
 Row = tuple[int, Work, Sampling]  # its number in the batch
 MOST_CACHED = 1024  # requests whose biases are kept as arrays
 
@@ -88,6 +90,12 @@ def adjust(logits: torch.Tensor, words: Sequence[torch.Tensor]) -> None:
         flat.index_fill_(0, forbidden.view(torch.int64), -torch.inf)
 
 
+def repetition_of(sampling: Sampling) -> float:
+    """A repetition penalty that leaves float32 logits finite."""
+    low, high = _REPETITIONS
+    return min(max(sampling.repetition_penalty, low), high)
+
+
 def adjustments(rows: Sequence[Row], size: int) -> Adjustments:
     """Those of rows of ``size`` logits.
 
@@ -102,7 +110,7 @@ def adjustments(rows: Sequence[Row], size: int) -> Adjustments:
             biased.add(row, *_biases(sampling))
         if sampling.repetition_penalty != 1.0:
             seen = np.unique(_tokens(work, 0, length))
-            repeated.add(row, seen, np.full(seen.size, sampling.repetition_penalty, np.float32))
+            repeated.add(row, seen, np.full(seen.size, repetition_of(sampling), np.float32))
         if sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0:
             made, counts = np.unique(_tokens(work, work.prompt_len, length), return_counts=True)
             each = np.float32(sampling.frequency_penalty) * counts.astype(np.float32)

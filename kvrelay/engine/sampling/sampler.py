@@ -23,7 +23,7 @@ from kvrelay.engine.sampling.penalties import (
     too_short,
 )
 from kvrelay.engine.sampling.philox import uniform
-from kvrelay.errors import KvrelayError, Rejected, Unservable
+from kvrelay.errors import KvrelayError, Rejected
 from kvrelay.sampling import Sampling
 from kvrelay.structured import FIELD
 
@@ -60,15 +60,17 @@ def impossible(highest: Sequence[float], masks: GrammarMasks | None) -> dict[int
     ``highest`` are the largest logits of the rows, NaN where one is NaN.
     """
     errors: dict[int, KvrelayError] = {
-        row: Unservable(f"the model computed {best} as a logit: are its weights damaged?")
+        row: KvrelayError(f"the model computed {best} as a logit: are its weights damaged?")
         for row, best in enumerate(highest)
         if math.isnan(best) or best == math.inf
     }
-    for row in () if masks is None else masks.rows:
+    if masks is None:
+        return errors
+    for row in masks.rows:
         if highest[row] == -math.inf:
             message = "with bad_words it leaves no token to continue the output with"
             errors[row] = Rejected(FIELD, message)
-    return errors if masks is None else errors | masks.errors
+    return errors | masks.errors
 
 
 def sampling_of(work: Work) -> Sampling:

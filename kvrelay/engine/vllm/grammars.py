@@ -14,10 +14,10 @@ class GrammarRegistry:
     """Grammars of open requests, and the errors of rows that could not be sampled."""
 
     def __init__(self) -> None:
-        self._grammars: dict[str, OutputGrammar] = {}
+        self._grammars: dict[str, OutputGrammar | None] = {}
         self._failures: dict[str, KvrelayError] = {}
 
-    def add(self, id: str, grammar: OutputGrammar) -> None:
+    def add(self, id: str, grammar: OutputGrammar | None) -> None:
         """Before the request is given to vLLM."""
         self._grammars[id] = grammar
 
@@ -26,8 +26,12 @@ class GrammarRegistry:
         return self._grammars.get(id)
 
     def fail(self, id: str, error: KvrelayError) -> None:
-        """No token was possible: the one that vLLM gets stands for none."""
-        self._failures.setdefault(id, error)
+        """No token was possible: the one that vLLM gets stands for none.
+
+        Without effect for requests of other programs, and in the processes of several ranks.
+        """
+        if id in self._grammars:
+            self._failures.setdefault(id, error)
 
     def failure(self, id: str) -> KvrelayError | None:
         """Why a request had no token."""

@@ -62,7 +62,6 @@ def open_native(
 def _open(
     config: WorkerConfig, credentials: Credentials, deliver: Deliver, options: EngineOptions
 ) -> OpenedEngine:
-    check_openmp(max(torch.get_num_threads(), config.threads or 0))
     asked = config.attention_backend
     model = load_model(config.model, config.dtype, config.device, config.max_model_len, asked)
     info = model.info
@@ -76,12 +75,14 @@ def _open(
         max_model_len=info.max_model_len,
         eos_token_ids=info.eos_token_ids,
     )
+    most = model_threads(model.weight_bytes, available_cores())
+    if model.device.type == "cpu":
+        check_openmp(max(threads, most) if config.shared_cores else threads)
     way = way_of(config, model)
     on_device = CudaAllocator(model.device) if model.device.type == "cuda" else None
     limits = limits_of(config, model, on_device, way)
     runner = open_runner(model, limits, way, threads)
     profile = numeric_profile(model, way.backend, threads, way.facts)
-    most = model_threads(model.weight_bytes, available_cores())
     if config.shared_cores and may_share_cores(model, way.backend, threads, most, profile):
         shared = SharedCores(config.shared_cores, threads, most, available_cores())
         runner.share(shared)

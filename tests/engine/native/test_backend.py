@@ -155,7 +155,7 @@ def test_a_variant_can_be_forced(compiled: None, variant: str) -> None:
 
 def test_an_unknown_variant_is_refused_by_name(compiled: None) -> None:
     said = choose(**{library.FORCED: "sse9"})
-    assert f"{library.FORCED}: 'sse9' is not one of {build.variants()[0]}, " in said
+    assert f"{library.FORCED}: 'sse9' is not one of {build.variants()[0]}" in said
 
 
 def test_what_was_not_compiled_is_refused_with_the_command(
@@ -282,12 +282,11 @@ def test_a_compiler_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_objects_of_other_sources_are_removed(compiled: None, tmp_path: Path) -> None:
-    whole = [build.whole_object(variant) for variant in build.variants()]
+    whole = [path for one in build.variants() if (path := build.whole_object(one)) is not None]
     for path in whole:
-        assert path is not None
         shutil.copy(path, tmp_path)
     (tmp_path / "avx2-000000000000.so").touch()
-    assert {path.name for path in build.build(tmp_path)} == {path.name for path in whole if path}
+    assert {path.name for path in build.build(tmp_path)} == {path.name for path in whole}
     assert len(list(tmp_path.iterdir())) == len(whole)
 
 

@@ -219,6 +219,14 @@ def test_rows_of_nan_and_infinity_stay_in_the_vocabulary() -> None:
         assert got[3] == sample(beside, works[:1])[0].token
 
 
+@pytest.mark.parametrize("penalty", [1e-300, 1e-38, 1e39, 1e300])
+@pytest.mark.parametrize("logit", [-9.0, 0.0, 9.0])
+def test_no_repetition_penalty_makes_a_logit_infinite(penalty: float, logit: float) -> None:
+    logits = torch.full((1, VOCAB), logit)
+    (got,) = sample(logits, [work(Sampling(temperature=0.0, repetition_penalty=penalty))])
+    assert got.error is None
+
+
 def test_min_tokens_forbids_endings_until_reached() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 5] = 9.0

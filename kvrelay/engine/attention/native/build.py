@@ -86,7 +86,10 @@ def whole_object(variant: str, folder: Path = FOLDER) -> Path | None:
 
 
 def _is_whole(path: Path) -> bool:
-    return path.stem.rpartition("-")[2] == _own_digest(path)
+    try:
+        return path.stem.rpartition("-")[2] == _own_digest(path)
+    except OSError:  # it cannot be read, or another build has removed it
+        return False
 
 
 def _own_digest(path: Path) -> str:
@@ -107,23 +110,23 @@ def compiler() -> list[str]:
 
 
 def build(folder: Path = FOLDER) -> list[Path]:
-    """Compile what is not there yet into ``folder``; remove all other objects.
+    """Compile what is not there yet into ``folder``.
 
-    An instruction set that the compiler does not know is left out. Raises ``BuildError`` if not
-    even the plain object compiles.
+    Removes damaged objects and those of other sources. An instruction set that the compiler does
+    not know is left out. Raises ``BuildError`` if not even the plain object compiles.
     """
     missing = [variant for variant in variants() if whole_object(variant, folder) is None]
     if missing:
-        command = compiler()
+        command, sources = compiler(), digest()  # before: they may change meanwhile
         with ThreadPoolExecutor(2) as pool:
-            errors = list(pool.map(lambda v: _compile(command, v, folder), missing))
+            errors = list(pool.map(lambda v: _compile(command, v, sources, folder), missing))
         if whole_object(PLAIN, folder) is None:
             raise BuildError(f"{shlex.join(command)} failed: {errors[-1]}")
-    found = [whole_object(variant, folder) for variant in variants()]
+    whole = [path for path in objects("*", folder) if _is_whole(path)]
     for path in folder.glob("*.so"):
-        if path not in found:
+        if path not in whole:
             path.unlink(missing_ok=True)
-    return [path for path in found if path is not None]
+    return whole
 
 
 def flags_and_sources(name: str, folder: Path = FOLDER) -> list[str]:
@@ -133,7 +136,7 @@ def flags_and_sources(name: str, folder: Path = FOLDER) -> list[str]:
     return [*VARIANTS[name], *(str(folder / source) for source in sources)]
 
 
-def _compile(command: list[str], variant: str, folder: Path) -> str:
+def _compile(command: list[str], variant: str, sources: str, folder: Path) -> str:
     """Compile one object; returns the compiler's complaint, empty if there is none."""
     static = _STATIC if sys.platform == "linux" else ()
     with tempfile.TemporaryDirectory(dir=folder) as room:
@@ -149,8 +152,7 @@ def _compile(command: list[str], variant: str, folder: Path) -> str:
             return " ".join(done.stderr.split())[:300] or f"status {done.returncode}"
         if not made.exists():
             return "it wrote no object"
-        # At once: a process may have the old object mapped.
-        made.replace(folder / f"{variant}-{digest()}-{_own_digest(made)}.so")
+        made.replace(folder / f"{variant}-{sources}-{_own_digest(made)}.so")
     return ""
 
 

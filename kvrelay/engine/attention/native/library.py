@@ -235,13 +235,13 @@ def load_product(name: str, folder: Path = FOLDER) -> ProductFunction:
 
 def open_object(variant: str, folder: Path = FOLDER) -> ctypes.CDLL:
     """Load an object as it was compiled; raises ``NoKernel``."""
+    path = whole_object(variant, folder)
+    if path is None:
+        raise NoKernel(f"{_absence(variant, folder)}: run {COMMAND}")
     try:
-        path = whole_object(variant, folder)
-        if path is not None:
-            return ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(path))
     except OSError as error:
         raise NoKernel(f"cannot be loaded: {error}") from error
-    raise NoKernel(f"{_absence(variant, folder)}: run {COMMAND}")
 
 
 def _absence(variant: str, folder: Path) -> str:

@@ -170,10 +170,8 @@ class VllmCore:
     def add(self, order: Order, sampling: Sampling, grammar: OutputGrammar | None) -> None:
         from vllm.v1.engine import EngineCoreRequest
 
-        if grammar is not None:
-            if self._core.vllm_config.parallel_config.world_size > 1:
-                raise Rejected(FIELD, "is not served by a vLLM worker with several ranks")
-            GRAMMARS.add(order.request_id, grammar)
+        if grammar is not None and self._core.vllm_config.parallel_config.world_size > 1:
+            raise Rejected(FIELD, "is not served by a vLLM worker with several ranks")
         request = EngineCoreRequest(
             request_id=order.request_id,
             prompt_token_ids=list(order.tokens),
@@ -185,7 +183,12 @@ class VllmCore:
             cache_salt=order.space.hex() or None,
             data_parallel_rank=None,
         )
-        self._core.add_request(*self._core.preprocess_add_request(request))
+        GRAMMARS.add(order.request_id, grammar)
+        try:
+            self._core.add_request(*self._core.preprocess_add_request(request))
+        except BaseException:
+            GRAMMARS.remove(order.request_id)
+            raise
 
     def abort(self, request_id: str) -> None:
         GRAMMARS.remove(request_id)
