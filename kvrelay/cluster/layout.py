@@ -50,7 +50,10 @@ def process_specs(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
     """Every process, in display order. A process keeps its port when it is restarted."""
     config = replace(config, kv_memory=pool_bytes(config, host_memory()))
     count = config.prefill + config.decode
-    ports = iter(free_ports(count + 4))
+    given = {config.port, config.http_port, config.store_port}
+    if config.metrics_port is not None:
+        given.update(range(config.metrics_port, config.metrics_port + count + 2))
+    ports = iter(free_ports(count + 4, without=given))
     router_port, store_port = next(ports), config.store_port or next(ports)
     if config.http_port == 0:
         config = replace(config, http_port=next(ports))

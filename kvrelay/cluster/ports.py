@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import random
 import socket
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,14 +25,16 @@ TRIES = 1000
 OTHER_LOOPBACK = {"127.0.0.1": "::1", "::1": "127.0.0.1"}
 
 
-def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
-    """Distinct ports that no process listens on and that are not reserved."""
+def free_ports(count: int, host: str = LOOPBACK, without: Container[int | None] = ()) -> list[int]:
+    """Distinct ports, none of them in ``without``, that are not reserved or listened on."""
     found: list[int] = []
     for _ in range(TRIES):
         if len(found) == count:
             return found
         port = random.randrange(MIN_PORT, _highest())
-        if port not in found and (held := bind(host, port, reuse_address=False)) is not None:
+        if port in without or port in found:
+            continue
+        if (held := bind(host, port, reuse_address=False)) is not None:
             held.close()
             found.append(port)
     raise Unavailable(f"no {count} free ports on {host} between {MIN_PORT} and {_highest()}")

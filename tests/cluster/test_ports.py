@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from kvrelay.cluster.config import ClusterConfig
+from kvrelay.cluster.layout import ROOT, process_specs
 from kvrelay.cluster.ports import ReservedPorts, WantedPort, free_ports, is_free
 from kvrelay.errors import Rejected
 from kvrelay.rpc import reserved
@@ -45,6 +49,17 @@ def listening(port: int, *, shared: bool = True) -> socket.socket:
     made = socket.create_server((HOST, port), reuse_port=shared)
     made.settimeout(10)
     return made
+
+
+def test_free_ports_are_none_of_those_that_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a layout: a random port may be one that the user has named."""
+    config = ClusterConfig(model=str(ROOT / "kvrelay/recall/model"), port=0, prefill=2, decode=2)
+    drawn = iter((20_000, 20_001, 20_005, *range(20_000, 21_000)))
+    monkeypatch.setattr(random, "randrange", lambda low, high: next(drawn))
+    named = replace(config, http_port=20_000, metrics_port=20_001, store_port=20_020)
+    found = [port for spec in process_specs(named) for port in sorted(spec.ports)]
+    assert len(found) == len(set(found)) == 14
+    assert {20_000, *range(20_001, 20_007), 20_020} <= set(found)
 
 
 def test_no_other_user_can_take_a_reserved_port(thief: Thief, port: int) -> None:

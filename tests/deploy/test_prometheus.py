@@ -120,7 +120,9 @@ def prometheus(folder: Path, ports: Mapping[str, int]) -> Iterator[Prometheus]:
 def measured(config: ClusterConfig, ports: dict[str, int]) -> tuple[ProcessSpec, ...]:
     """The processes, each with a metrics port, entered in ``ports`` by name."""
     specs = all_forked(process_specs(config))
-    ports |= zip((spec.name for spec in specs), free_ports(len(specs)), strict=True)
+    used = set().union(*(spec.ports for spec in specs))
+    free = free_ports(len(specs), without=used)
+    ports |= zip((spec.name for spec in specs), free, strict=True)
     return tuple(
         replace(spec, args=(*spec.args, "--metrics-port", str(ports[spec.name]))) for spec in specs
     )

@@ -64,7 +64,8 @@ def measured(
     def layout(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
         made = process_specs(config)
         workers = [spec for spec in made if spec.role in WORKERS]
-        free = free_ports(len(workers))
+        used = set().union(*(spec.ports for spec in made))
+        free = free_ports(len(workers), without=used)
         ports.update({spec.name: port for spec, port in zip(workers, free, strict=True)})
         return tuple(_measured(spec, ports, store) if spec in workers else spec for spec in made)
 

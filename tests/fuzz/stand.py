@@ -109,10 +109,14 @@ def standing(folder: Path, tls: bool = False) -> Iterator[Stand]:
     files = write_files(folder, "cluster", CertificateAuthority()) if tls else None
     model = tiny_model("llama", folder / "llama", eos_token_id=None)
     roles = ("router", "prefill", "decode")
-    metrics = {role: f"127.0.0.1:{port}" for role, port in zip(roles, free_ports(3), strict=True)}
+    metrics: dict[str, str] = {}
 
     def layout(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
-        return tuple(_told(spec, metrics) for spec in process_specs(config))
+        specs = process_specs(config)
+        used = set().union(*(spec.ports for spec in specs))
+        free = (f"127.0.0.1:{port}" for port in free_ports(3, without=used))
+        metrics.update(zip(roles, free, strict=True))
+        return tuple(_told(spec, metrics) for spec in specs)
 
     config = ClusterConfig(
         model=str(model),
