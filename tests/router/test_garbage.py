@@ -30,7 +30,7 @@ from router.queue.inbox import Sender
 from tests.router.fakes import Behaviour, Running, decode_worker
 from tests.router.http.rig import bounded, door, raw
 from tests.router.rig import PROMPT, request, until
-from tests.secured import write_files
+from tests.secured import OWN_HOST, write_files
 
 BODIES: dict[str, tuple[int, dict[str, object]]] = {
     "answered": (200, {"prompt": PROMPT, "max_tokens": 2}),
@@ -157,11 +157,11 @@ async def test_connections_over_tls(ends: str, tmp_path: Path) -> None:
         with without_collections(found):
             for _ in range(3):
                 if ends in ("silent", "rubbish"):
-                    _, writer = await asyncio.open_connection("127.0.0.1", port)
+                    _, writer = await asyncio.open_connection(OWN_HOST, port)
                     writer.write(b"GET / HTTP/1.1\r\n\r\n" if ends == "rubbish" else b"")
                     await until(lambda: server.connections.open == 1 or ends == "rubbish")
                 else:
-                    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust)
+                    reader, writer = await asyncio.open_connection(OWN_HOST, port, ssl=trust)
                     writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n")
                     if ends == "answered":
                         writer.write(b"\r\n")
