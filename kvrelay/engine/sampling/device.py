@@ -119,8 +119,7 @@ class DeviceSampler:
         if plan.adjusts:
             final = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             adjust(final, changes)
-        tokens = final.argmax(-1)
-        highest = final.gather(1, tokens[:, None])[:, 0]
+        highest, tokens = final.max(-1)  # the first of equal ones; a NaN is the largest
         if plan.drawn:
             at = drawn.long()
             picked = final if len(plan.drawn) == len(plan.asked) else final[at]
