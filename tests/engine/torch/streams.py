@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 _Operation = Callable[[], object]
 WRITES = ("copy_", "__setitem__", "zero_", "fill_")
-COMPUTES = ("argmax", "cat", "float", "int")
+COMPUTES = ("cat", "float", "int", "max")
 
 
 class Runtime:
@@ -73,6 +73,14 @@ class Runtime:
             assert self.step(), "the streams wait for each other"
 
 
+def _tensors(result: object) -> tuple[torch.Tensor, ...]:
+    """Of a function that returns one or several."""
+    if isinstance(result, torch.Tensor):
+        return (result,)
+    assert isinstance(result, tuple)
+    return result
+
+
 class Memory(torch.Tensor):
     """Memory of the device: what writes it is enqueued."""
 
@@ -110,16 +118,21 @@ class Memory(torch.Tensor):
     @classmethod
     def _compute(
         cls, func: Callable[..., object], args: tuple[object, ...], named: dict[str, object]
-    ) -> Memory:
-        """Enqueue a kernel that makes a new tensor: what it reads is read when it runs."""
+    ) -> object:
+        """Enqueue a kernel that makes new tensors: what it reads is read when it runs."""
         runtime = cls.runtime
         plain = tree_map_only(torch.Tensor, lambda one: one.as_subclass(torch.Tensor), args)
-        alike = func(*tree_map_only(torch.Tensor, torch.zeros_like, plain), **named)
-        assert isinstance(alike, torch.Tensor)
-        made = torch.zeros_like(alike)
+        alike = _tensors(func(*tree_map_only(torch.Tensor, torch.zeros_like, plain), **named))
+        made = [torch.zeros_like(one) for one in alike]
+
+        def run() -> None:
+            for target, computed in zip(made, _tensors(func(*plain, **named)), strict=True):
+                target.copy_(computed)
+
         runtime.counts["kernels"] += 1
-        runtime.enqueue(runtime.current[-1], lambda: made.copy_(func(*plain, **named)))  # type: ignore[arg-type]
-        return made.as_subclass(cls)
+        runtime.enqueue(runtime.current[-1], run)
+        found = tuple(one.as_subclass(cls) for one in made)
+        return found if len(found) > 1 else found[0]
 
     @classmethod
     def _read_back(cls, given: object) -> torch.Tensor:
