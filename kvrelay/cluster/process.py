@@ -52,12 +52,6 @@ class ProcessSpec:
     def address(self) -> str:
         return str(Address(self.host, self.port))
 
-    @property
-    def ports(self) -> set[int]:
-        """All that it listens on, as far as its layout says."""
-        http = set() if self.http_port is None else {self.http_port}
-        return {self.port, *http, *(other.port for other in self.other_ports)}
-
 
 @dataclass(frozen=True, slots=True)
 class RestartBackoff:

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.layout import ROOT, process_specs
 from kvrelay.cluster.ports import ReservedPorts, WantedPort, free_ports, is_free
+from kvrelay.cluster.supervisor import wanted_ports
 from kvrelay.errors import Rejected
 from kvrelay.rpc import reserved
 from kvrelay.rpc.address import Address
@@ -57,7 +58,7 @@ def test_free_ports_are_none_of_those_that_are_given(monkeypatch: pytest.MonkeyP
     drawn = iter((20_000, 20_001, 20_005, *range(20_000, 21_000)))
     monkeypatch.setattr(random, "randrange", lambda low, high: next(drawn))
     named = replace(config, http_port=20_000, metrics_port=20_001, store_port=20_020)
-    found = [port for spec in process_specs(named) for port in sorted(spec.ports)]
+    found = [wanted.port for wanted in wanted_ports(process_specs(named))]
     assert len(found) == len(set(found)) == 14
     assert {20_000, *range(20_001, 20_007), 20_020} <= set(found)
 

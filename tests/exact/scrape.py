@@ -12,6 +12,7 @@ from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.layout import process_specs
 from kvrelay.cluster.ports import free_ports
 from kvrelay.cluster.process import ProcessSpec
+from kvrelay.cluster.supervisor import wanted_ports
 
 WORKERS = ("prefill", "decode")
 PAGE = ("model_name", "worker", "role")  # labels of every sample of a worker
@@ -64,7 +65,7 @@ def measured(
     def layout(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
         made = process_specs(config)
         workers = [spec for spec in made if spec.role in WORKERS]
-        used = set().union(*(spec.ports for spec in made))
+        used = {wanted.port for wanted in wanted_ports(made)}
         free = free_ports(len(workers), without=used)
         ports.update({spec.name: port for spec, port in zip(workers, free, strict=True)})
         return tuple(_measured(spec, ports, store) if spec in workers else spec for spec in made)

@@ -17,7 +17,7 @@ from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.layout import process_specs
 from kvrelay.cluster.ports import free_ports
 from kvrelay.cluster.process import ProcessSpec
-from kvrelay.cluster.supervisor import Cluster
+from kvrelay.cluster.supervisor import Cluster, wanted_ports
 from kvrelay.engine.model.packed_linear import KERNEL_CACHES
 from kvrelay.rpc.channel import ChannelOptions, open_sync_channel
 from kvrelay.rpc.security import policy
@@ -113,7 +113,7 @@ def standing(folder: Path, tls: bool = False) -> Iterator[Stand]:
 
     def layout(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
         specs = process_specs(config)
-        used = set().union(*(spec.ports for spec in specs))
+        used = {wanted.port for wanted in wanted_ports(specs)}
         free = (f"127.0.0.1:{port}" for port in free_ports(3, without=used))
         metrics.update(zip(roles, free, strict=True))
         return tuple(_told(spec, metrics) for spec in specs)

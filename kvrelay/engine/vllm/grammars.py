@@ -26,9 +26,9 @@ class GrammarRegistry:
         return self._grammars.get(id)
 
     def fail(self, id: str, error: KvrelayError) -> None:
-        """No token was possible: the one that vLLM gets stands for none.
+        """Note that a request has no possible token; vLLM still gets one, which is not used.
 
-        Without effect for requests of other programs, and in the processes of several ranks.
+        Does nothing for a request that was not added in this process.
         """
         if id in self._grammars:
             self._failures.setdefault(id, error)

@@ -81,7 +81,7 @@ def objects(variant: str, folder: Path = FOLDER) -> list[Path]:
 
 
 def whole_object(variant: str, folder: Path = FOLDER) -> Path | None:
-    """The one whose bytes are those that were compiled."""
+    """The undamaged file of a variant, ``None`` if there is none."""
     return next(filter(_is_whole, objects(variant, folder)), None)
 
 
@@ -117,7 +117,8 @@ def build(folder: Path = FOLDER) -> list[Path]:
     """
     missing = [variant for variant in variants() if whole_object(variant, folder) is None]
     if missing:
-        command, sources = compiler(), digest()  # before: they may change meanwhile
+        command = compiler()
+        sources = digest()  # taken before the compiler reads them: an editor may save meanwhile
         with ThreadPoolExecutor(2) as pool:
             errors = list(pool.map(lambda v: _compile(command, v, sources, folder), missing))
         if whole_object(PLAIN, folder) is None:
