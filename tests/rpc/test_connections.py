@@ -17,8 +17,10 @@ from kvrelay.rpc.security.policy import Security
 from kvrelay.rpc.server.connections import Connection, ConnectionLimits, PeerCalls, superfluous
 from kvrelay.rpc.server.server import Server, ServerOptions
 from tests.fuzz.wire import PREFACE, SETTINGS, frame
+from tests.secured import OWN_HOST
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the guard needs /proc")
+OWN = f"{OWN_HOST}:0"
 PLACES, SECONDS = 32, 30.0
 LIMITS = ConnectionLimits(per_host=4, crowded=6, first_call_seconds=20.0)
 
@@ -53,10 +55,10 @@ async def serving(options: ServerOptions, waiting: Waiting | None = None) -> Asy
 
 
 @asynccontextmanager
-async def idle(address: str, source: str = "127.0.0.1") -> AsyncIterator[asyncio.StreamReader]:
+async def idle(address: str, source: str | None = None) -> AsyncIterator[asyncio.StreamReader]:
     """An HTTP/2 connection that makes no call; its reader is past the server's first bytes."""
     host, _, port = address.rpartition(":")
-    local = None if ":" in host else (source, 0)
+    local = None if source is None else (source, 0)
     reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), local_addr=local)
     writer.write(PREFACE + frame(SETTINGS, 0, 0))
     with suppress(ConnectionError):
@@ -75,7 +77,10 @@ async def closed(reader: asyncio.StreamReader) -> None:
 
 
 async def test_idle_connections_keep_no_new_client_out() -> None:
-    async with serving(ServerOptions(max_connections=PLACES)) as address, AsyncExitStack() as stack:
+    async with (
+        serving(ServerOptions(OWN, max_connections=PLACES)) as address,
+        AsyncExitStack() as stack,
+    ):
         for _ in range(PLACES):
             await stack.enter_async_context(idle(address))
         async with open_channel(address) as channel:
@@ -84,7 +89,7 @@ async def test_idle_connections_keep_no_new_client_out() -> None:
 
 async def test_a_stream_outlives_the_idle_connections_of_its_own_address() -> None:
     waiting = Waiting()
-    options = ServerOptions(max_connections=PLACES, max_connections_per_host=4)
+    options = ServerOptions(OWN, max_connections=PLACES, max_connections_per_host=4)
     async with (
         serving(options, waiting) as address,
         open_channel(address) as channel,
@@ -102,14 +107,14 @@ async def test_a_stream_outlives_the_idle_connections_of_its_own_address() -> No
 
 
 async def test_an_address_takes_no_more_than_its_bound() -> None:
-    options = ServerOptions(max_connections=PLACES, max_connections_per_host=4)
+    options = ServerOptions(OWN, max_connections=PLACES, max_connections_per_host=4)
     async with (
         serving(options) as address,
         open_channel(address) as channel,
         AsyncExitStack() as stack,
     ):
         assert await is_serving(channel, Deadline.after(SECONDS))
-        readers = [await stack.enter_async_context(idle(address, "127.0.0.2")) for _ in range(12)]
+        readers = [await stack.enter_async_context(idle(address, "127.0.0.3")) for _ in range(12)]
         waits = [asyncio.ensure_future(closed(reader)) for reader in readers]
         done: set[asyncio.Task[None]] = set()
         while len(done) < 8:

@@ -26,6 +26,7 @@ from kvrelay.rpc.server import errors
 from kvrelay.rpc.server.server import Server, ServerOptions
 from kvrelay.rpc.status import from_rpc_error
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, types_pb2
+from tests.secured import OWN_HOST
 
 SERVICE = "kvrelay.v1.DecodeService"
 
@@ -218,7 +219,7 @@ async def test_stop_gives_running_calls_time() -> None:
 
 async def test_connections_are_bounded() -> None:
     """One connection too many is closed at once; after another one closes there is room."""
-    server = echo_server(ServerOptions(max_connections=2))
+    server = echo_server(ServerOptions(f"{OWN_HOST}:0", max_connections=2))
     host, port = (await server.start()).split(":")
 
     async def greeted() -> tuple[bytes, asyncio.StreamWriter]:
