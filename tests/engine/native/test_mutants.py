@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import runpy
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvrelay.engine.attention.native import build
-from kvrelay.engine.attention.native.library import runs, tiles_refused
+from kvrelay.engine.attention.native.library import runs
+from tests.engine.native.emulated import compile_object, need
 from tests.engine.native.product_mutants import (
     AMX_MUTANTS,
     AVX2_MUTANTS,
@@ -219,14 +219,6 @@ FORWARD_MUTANTS = {
 """In forward.cpp."""
 
 
-def compile_in(path: Path, variant: str, sources: Sequence[str]) -> Path:
-    """The object of sources in a folder, with the flags of the build."""
-    made = path / "mutant.so"
-    words = [*build.FLAGS, *build.VARIANTS[variant], *(str(path / source) for source in sources)]
-    subprocess.run([*build.compiler(), *words, "-o", str(made)], check=True, timeout=SECONDS)
-    return made
-
-
 PROGRAMS = (["guarded"], ["row_checks", "11", "60"], ["checks", VARIANT, "11", "12"])
 TILE_PROGRAMS = (["guarded"], ["checks", build.AMX, "11", "12"])
 FORWARD_PROGRAMS = (["forward_checks", "11", "60"],)
@@ -276,17 +268,17 @@ def change(source: Path, line: str, wrong: str) -> None:
 
 @pytest.mark.slow
 def test_the_kernel_itself_passes(sources: Path) -> None:
-    _need(VARIANT)
-    assert found_by(compile_in(sources, VARIANT, build.SOURCES)) is None
+    need(VARIANT)
+    assert found_by(compile_object(sources, VARIANT, build.SOURCES)) is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mistake_is_found(sources: Path, name: str) -> None:
-    _need(VARIANT)
+    need(VARIANT)
     file, line, wrong = MUTANTS[name]
     change(sources / file, line, wrong)
-    assert found_by(compile_in(sources, VARIANT, build.SOURCES)) is not None
+    assert found_by(compile_object(sources, VARIANT, build.SOURCES)) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,8 +315,8 @@ PARTS = {
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_itself_passes(sources: Path, part: str) -> None:
     one = PARTS[part]
-    _need(one.variant)
-    assert found_by(compile_in(sources, one.variant, one.sources), one.programs) is None
+    need(one.variant)
+    assert found_by(compile_object(sources, one.variant, one.sources), one.programs) is None
 
 
 @pytest.mark.slow
@@ -334,18 +326,11 @@ def test_a_part_itself_passes(sources: Path, part: str) -> None:
 )
 def test_a_mistake_in_a_part_is_found(sources: Path, part: str, name: str) -> None:
     one = PARTS[part]
-    _need(one.variant)
+    need(one.variant)
     if one.variant == build.AVX2 and name in VECTOR_MUTANTS and runs(build.AVX512):
         pytest.skip("the same source is changed for AVX-512")
     change(sources / one.file, *one.mutants[name])
-    assert found_by(compile_in(sources, one.variant, one.sources), one.programs) is not None
-
-
-def _need(variant: str) -> None:
-    """Skip the test if this processor cannot run the variant."""
-    reason = tiles_refused() if variant == build.AMX else ""
-    if reason or not runs(variant):
-        pytest.skip(reason or f"not a processor for {variant}")
+    assert found_by(compile_object(sources, one.variant, one.sources), one.programs) is not None
 
 
 def test_every_mistake_has_its_line() -> None:
