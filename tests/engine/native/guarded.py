@@ -97,7 +97,7 @@ def run_rows(functions: RowFunctions, dtype: torch.dtype, width: int) -> None:
 
 def main(path: str) -> None:
     """All dtypes, widths with and without a rest, and windows."""
-    tiles_refused()  # or not: objects with AMX may use them from now on
+    tiles_refused()  # asks the system for tiles, which an object with AMX may use
     library = ctypes.CDLL(path)
     function, rows = entry_of(library), row_functions(library)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

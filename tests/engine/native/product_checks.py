@@ -195,7 +195,7 @@ def everything(own: Products, seed: int, cases: int) -> None:
 
 
 if __name__ == "__main__":
-    tiles_refused()  # or not: an object with AMX may use them from now on
+    tiles_refused()  # asks the system for tiles, which an object with AMX may use
     path, kind, *count = sys.argv[1:]
     for each in dtypes_of(kind):
         loaded = product_function(ctypes.CDLL(path))

@@ -19,7 +19,7 @@ from tests.engine.native.product_checks import dtypes_of
 
 def main(path: str, variant: str) -> None:
     """Sizes with and without rests; operands and results end where the page begins."""
-    tiles_refused()  # or not: an object with AMX may use them from now on
+    tiles_refused()  # asks the system for tiles, which an object with AMX may use
     function = product_function(ctypes.CDLL(path))
     for dtype in dtypes_of(variant):
         for rows in (1, 2, 3, 4, 16, 17, 33, 600):

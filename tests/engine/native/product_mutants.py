@@ -12,6 +12,7 @@ AMX_MUTANTS = {
         "row = job.top + i * FEW, rows",
         "row = i * FEW, rows",
     ),
+    "a tile has columns and no rows": ("most(rows - SIDE, 1))", "most(rows - SIDE, 0))"),
     "the last rows of many are left out": ("job.top < rows;", "job.top < 1;"),
     "few products wake threads": ("SERIAL = 1e5", "SERIAL = 0"),
     "many products wake no threads": ("SERIAL = 1e5", "SERIAL = 1e15"),

@@ -30,11 +30,8 @@ def path(tmp_path_factory: pytest.TempPathFactory, compiled: None) -> Path:
     need(build.AMX)
     if not library.tiles_refused():
         pytest.skip("this processor has AMX: the other tests use it")
-    folder = tmp_path_factory.mktemp("amx")
-    sources = (*build.SOURCES, build.PRODUCT_SOURCES[build.AMX])
-    for source in build.FOLDER.glob("*.[ch]*"):
-        (folder / source.name).write_bytes(source.read_bytes())
-    return compile_object(folder, build.AMX, sources)
+    sources = [build.FOLDER / name for name in (*build.SOURCES, build.PRODUCT_SOURCES[build.AMX])]
+    return compile_object(tmp_path_factory.mktemp("amx") / "amx.so", build.AMX, sources)
 
 
 @pytest.fixture(autouse=True)
@@ -47,9 +44,10 @@ def amx(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(library, "open_object", opened)
     monkeypatch.setattr(library, "runs", lambda variant: variant == build.AMX or runs(variant))
-    monkeypatch.setattr(library, "tiles_refused", str)
+    monkeypatch.setattr(library, "tiles_refused", lambda: "")
     library._load.cache_clear()
     library._load_products.cache_clear()
+    assert library.load_kernel().variant == build.AMX
     yield
     library._load.cache_clear()
     library._load_products.cache_clear()

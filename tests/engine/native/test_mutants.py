@@ -260,6 +260,10 @@ def sources(tmp_path: Path, compiled: None) -> Path:
     return tmp_path
 
 
+def compile_in(folder: Path, variant: str, names: Sequence[str]) -> Path:
+    return compile_object(folder / "mutant.so", variant, [folder / name for name in names])
+
+
 def change(source: Path, line: str, wrong: str) -> None:
     text = source.read_text()
     assert text.count(line) == 1, f"{source.name} has {line!r} {text.count(line)} times"
@@ -269,7 +273,7 @@ def change(source: Path, line: str, wrong: str) -> None:
 @pytest.mark.slow
 def test_the_kernel_itself_passes(sources: Path) -> None:
     need(VARIANT)
-    assert found_by(compile_object(sources, VARIANT, build.SOURCES)) is None
+    assert found_by(compile_in(sources, VARIANT, build.SOURCES)) is None
 
 
 @pytest.mark.slow
@@ -278,7 +282,7 @@ def test_a_mistake_is_found(sources: Path, name: str) -> None:
     need(VARIANT)
     file, line, wrong = MUTANTS[name]
     change(sources / file, line, wrong)
-    assert found_by(compile_object(sources, VARIANT, build.SOURCES)) is not None
+    assert found_by(compile_in(sources, VARIANT, build.SOURCES)) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +320,7 @@ PARTS = {
 def test_a_part_itself_passes(sources: Path, part: str) -> None:
     one = PARTS[part]
     need(one.variant)
-    assert found_by(compile_object(sources, one.variant, one.sources), one.programs) is None
+    assert found_by(compile_in(sources, one.variant, one.sources), one.programs) is None
 
 
 @pytest.mark.slow
@@ -330,7 +334,7 @@ def test_a_mistake_in_a_part_is_found(sources: Path, part: str, name: str) -> No
     if one.variant == build.AVX2 and name in VECTOR_MUTANTS and runs(build.AVX512):
         pytest.skip("the same source is changed for AVX-512")
     change(sources / one.file, *one.mutants[name])
-    assert found_by(compile_object(sources, one.variant, one.sources), one.programs) is not None
+    assert found_by(compile_in(sources, one.variant, one.sources), one.programs) is not None
 
 
 def test_every_mistake_has_its_line() -> None:
