@@ -1,14 +1,18 @@
-"""Helpers of tests that start processes: wait for a condition, check a process id."""
+"""Helpers of tests that start processes: wait for a condition, check a process id, find ports."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+
+from kvrelay.cluster.ports import free_ports
+from kvrelay.cluster.process import ProcessSpec
+from kvrelay.cluster.supervisor import wanted_ports
 
 _NEVER = threading.Event()
 
@@ -23,6 +27,11 @@ def until(
             said = what if isinstance(what, str) else what()
             pytest.fail(f"after {timeout:g} s still not: {said}")
         _NEVER.wait(0.02)
+
+
+def free_beside(specs: Sequence[ProcessSpec], count: int) -> list[int]:
+    """Free ports that the processes of a cluster, not started yet, do not want."""
+    return free_ports(count, without={wanted.port for wanted in wanted_ports(specs)})
 
 
 def alive(pid: int) -> bool:

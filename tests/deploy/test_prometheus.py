@@ -26,8 +26,8 @@ from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.layout import process_specs
 from kvrelay.cluster.ports import free_ports
 from kvrelay.cluster.process import ProcessSpec
-from kvrelay.cluster.supervisor import Cluster, wanted_ports
-from tests.cluster.processes import until
+from kvrelay.cluster.supervisor import Cluster
+from tests.cluster.processes import free_beside, until
 from tests.deploy.rig import OBSERVABILITY
 from tests.deploy.test_observability import DASHBOARDS, alerts, at, items, queries
 from tests.forked import all_forked
@@ -120,8 +120,7 @@ def prometheus(folder: Path, ports: Mapping[str, int]) -> Iterator[Prometheus]:
 def measured(config: ClusterConfig, ports: dict[str, int]) -> tuple[ProcessSpec, ...]:
     """The processes, each with a metrics port, entered in ``ports`` by name."""
     specs = all_forked(process_specs(config))
-    used = {wanted.port for wanted in wanted_ports(specs)}
-    free = free_ports(len(specs), without=used)
+    free = free_beside(specs, len(specs))
     ports |= zip((spec.name for spec in specs), free, strict=True)
     return tuple(
         replace(spec, args=(*spec.args, "--metrics-port", str(ports[spec.name]))) for spec in specs

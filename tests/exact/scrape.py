@@ -10,9 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.layout import process_specs
-from kvrelay.cluster.ports import free_ports
 from kvrelay.cluster.process import ProcessSpec
-from kvrelay.cluster.supervisor import wanted_ports
+from tests.cluster.processes import free_beside
 
 WORKERS = ("prefill", "decode")
 PAGE = ("model_name", "worker", "role")  # labels of every sample of a worker
@@ -65,8 +64,7 @@ def measured(
     def layout(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
         made = process_specs(config)
         workers = [spec for spec in made if spec.role in WORKERS]
-        used = {wanted.port for wanted in wanted_ports(made)}
-        free = free_ports(len(workers), without=used)
+        free = free_beside(made, len(workers))
         ports.update({spec.name: port for spec, port in zip(workers, free, strict=True)})
         return tuple(_measured(spec, ports, store) if spec in workers else spec for spec in made)
 

@@ -15,14 +15,14 @@ from kvrelay import AsyncClient
 from kvrelay.cli.authority import CertificateAuthority
 from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.layout import process_specs
-from kvrelay.cluster.ports import free_ports
 from kvrelay.cluster.process import ProcessSpec
-from kvrelay.cluster.supervisor import Cluster, wanted_ports
+from kvrelay.cluster.supervisor import Cluster
 from kvrelay.engine.model.packed_linear import KERNEL_CACHES
 from kvrelay.rpc.channel import ChannelOptions, open_sync_channel
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.options import SecurityOptions
 from kvrelay.v1 import store_pb2, store_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tests.cluster.processes import free_beside
 from tests.models import tiny_model
 from tests.secured import ADMIN, BOB, SERVICE, Files, write_credentials, write_files
 
@@ -113,9 +113,8 @@ def standing(folder: Path, tls: bool = False) -> Iterator[Stand]:
 
     def layout(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
         specs = process_specs(config)
-        used = {wanted.port for wanted in wanted_ports(specs)}
-        free = (f"127.0.0.1:{port}" for port in free_ports(3, without=used))
-        metrics.update(zip(roles, free, strict=True))
+        free = free_beside(specs, len(roles))
+        metrics.update({role: f"127.0.0.1:{port}" for role, port in zip(roles, free, strict=True)})
         return tuple(_told(spec, metrics) for spec in specs)
 
     config = ClusterConfig(

@@ -71,6 +71,12 @@ inline void store(const Tile& from, void* to, long stride) {
     memcpy((char*)to + row * stride, from.data[row], size_t(from.bytes));
 }
 
+// The even or the odd ones of pairs of bfloat16 as float32.
+inline __m512 evens(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
+inline __m512 odds(__m512i pairs) {
+  return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000))));
+}
+
 // Adds the products of pairs of bfloat16: sums of the even and of the odd ones, then their sum.
 inline void add_products(Tile& sums, const Tile& left, const Tile& right) {
   need(&sums != &left && &sums != &right && &left != &right);
@@ -78,17 +84,14 @@ inline void add_products(Tile& sums, const Tile& left, const Tile& right) {
   need(left.bytes % 4 == 0 && sums.bytes % 4 == 0);
   const unsigned before = _mm_getcsr();
   _mm_setcsr(0x9fc0);  // subnormal numbers are zero, nearest even, no exceptions
-  const __m512i high = _mm512_set1_epi32(int(0xffff0000));
   for (int row = 0; row < sums.rows; row++) {
     __m512 even = _mm512_setzero_ps(), odd = even;
     for (int k = 0; k < right.rows; k++) {
       uint32_t pair;
       memcpy(&pair, left.data[row] + 4 * k, sizeof pair);
       const __m512i pairs = _mm512_load_si512(right.data[k]), x = _mm512_set1_epi32(int(pair));
-      const auto low = [](__m512i of) { return _mm512_castsi512_ps(_mm512_slli_epi32(of, 16)); };
-      const auto top = [&](__m512i of) { return _mm512_castsi512_ps(_mm512_and_si512(of, high)); };
-      even = _mm512_fmadd_ps(low(x), low(pairs), even);
-      odd = _mm512_fmadd_ps(top(x), top(pairs), odd);
+      even = _mm512_fmadd_ps(evens(x), evens(pairs), even);
+      odd = _mm512_fmadd_ps(odds(x), odds(pairs), odd);
     }
     const __m512 sum = _mm512_load_ps(sums.data[row]);
     const __m512 made = _mm512_add_ps(sum, _mm512_add_ps(even, odd));

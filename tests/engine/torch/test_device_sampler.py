@@ -103,6 +103,7 @@ def test_a_row_without_finite_logits_is_an_error(
     logits[1, 7] = bad
     for found in (sample(logits, works), on_device(logits, works, None, device)):
         assert [entry.error is None for entry in found] == [True, False, True]
+        assert type(found[1].error) is KvrelayError  # an error of ours, not of the request
         assert f"computed {bad} as a logit" in str(found[1].error)
         assert [found[0].token, found[2].token] == [usual[0], usual[2]]
 

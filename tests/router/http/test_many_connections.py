@@ -120,7 +120,7 @@ async def test_new_clients_are_served_and_nothing_is_held(cluster: Cluster) -> N
         made = await client.post("/v1/completions", json=BODY)
         assert made.status_code == 200, json.dumps(made.text)
         expected = made.json()["choices"]
-        # Else a request that waits for 0.1 s may open that connection later.
+        # The router connects to the store for its first hint: not while its files are counted.
         await hinted(client, cluster)
     alone = await answered(cluster.http, expected)
     await asyncio.sleep(1)  # the router closes what this client has left

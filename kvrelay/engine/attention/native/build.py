@@ -118,7 +118,8 @@ def build(folder: Path = FOLDER) -> list[Path]:
     missing = [variant for variant in variants() if whole_object(variant, folder) is None]
     if missing:
         command = compiler()
-        sources = digest()  # taken before the compiler reads them: an editor may save meanwhile
+        # Before the compiler reads the sources: if they change meanwhile, the object is not used.
+        sources = digest()
         with ThreadPoolExecutor(2) as pool:
             errors = list(pool.map(lambda v: _compile(command, v, sources, folder), missing))
         if whole_object(PLAIN, folder) is None:
