@@ -179,6 +179,21 @@ def test_store_and_workers_share_the_folder_of_the_socket() -> None:
     assert f"install -d -o kvrelay {folder}" in DOCKERFILE, "a new volume has the folder's owner"
 
 
+def test_the_workers_of_the_cpu_divide_its_cores() -> None:
+    """Otherwise each of them takes all the cores for a large model."""
+    workers = {name: config_of(name) for name in sorted(PROFILES["cpu"] | PROFILES["gpu"])}
+    for name, config in workers.items():
+        assert isinstance(config, WorkerConfig)
+        if name in PROFILES["gpu"]:
+            assert (config.threads, config.shared_cores) == (None, None)
+            continue
+        assert (config.threads, config.shared_cores) == (1, "/run/kvrelay/cores")
+        assert "shared:/run/kvrelay" in read()[name]["volumes"].texts
+    more = config_of("decode", THREADS="4")
+    assert isinstance(more, WorkerConfig)
+    assert more.threads == 4
+
+
 @each_service
 def test_the_model_is_where_the_process_looks_for_it(name: str) -> None:
     config = config_of(name)

@@ -41,20 +41,26 @@ def environment(name: str) -> dict[str, str]:
     return given
 
 
-def arguments(name: str) -> list[str]:
-    """Of the container, with the fields of the pod that its ``env`` names filled in."""
-    found = manifests.container(PODS[name])
-    fields = {
-        each["name"].text: FIELDS[each["valueFrom"]["fieldRef"]["fieldPath"].text]
-        for each in found.get("env")
-    }
-    words = found["args"].texts
-    return [re.sub(r"\$\((\w+)\)", lambda match: fields[match[1]], word) for word in words]
+def arguments(container: Node) -> list[str]:
+    """With what ``env`` says of the pod and of the container's resources filled in."""
+    known = {}
+    for each in container.get("env"):
+        if not each.get("valueFrom").value:
+            continue
+        ((kind, source),) = each["valueFrom"].items()
+        if kind == "fieldRef":
+            value = FIELDS[source["fieldPath"].text]
+        else:
+            part, _, resource = source["resource"].text.partition(".")
+            value = container["resources"][part][resource].text
+        known[each["name"].text] = value
+    words = container["args"].texts
+    return [re.sub(r"\$\((\w+)\)", lambda match: known[match[1]], word) for word in words]
 
 
 def config_of(name: str) -> Service:
     """What the process in a container reads from its arguments and environment."""
-    return read_service(arguments(name), environment(name), name)
+    return read_service(arguments(manifests.container(PODS[name])), environment(name), name)
 
 
 def ports_of(config: Service) -> dict[str, int | None]:
@@ -91,6 +97,15 @@ def test_the_process_accepts_its_flags_and_listens_for_other_machines(name: str)
     assert config.host == config.metrics_host == "0.0.0.0"
     assert config.log_format == "json"
     assert not config.allow_insecure
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_a_worker_has_as_many_threads_as_cores_are_kept_for_it(name: str) -> None:
+    """By itself it would take the cores of the node's other pods, too."""
+    config = config_of(name)
+    assert isinstance(config, WorkerConfig)
+    requests = manifests.container(PODS[name])["resources"]["requests"]
+    assert str(config.threads) == requests["cpu"].text
 
 
 @each_pod
@@ -272,8 +287,7 @@ def test_workers_over_vllm_are_patched_workers(name: str) -> None:
     """The process accepts its flags; what it writes has a volume; nothing else differs."""
     plain, made = PODS[name], manifests.with_vllm()[name]["spec"]["template"]
     found, before = manifests.container(made), manifests.container(plain)
-    words = [word.replace("$(POD_IP)", "10.1.2.3") for word in found["args"].texts]
-    config = read_service(words, environment(name), name)
+    config = read_service(arguments(found), environment(name), name)
     assert isinstance(config, WorkerConfig)
     assert (config.engine, config.block_size) == ("vllm", 32)
     known = {name: value.value for name, value in before.items()}
