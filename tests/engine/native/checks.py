@@ -225,6 +225,11 @@ def check_store(function: Function) -> None:
             out = attend(function, problem, spans, query, new=(key, value))
             assert same(pool, want)
             assert same(out, attend(function, replace(problem, pool=want), spans, query))
+            pool.fill_(5.0)
+            out.fill_(3.0)
+            attend(function, problem, spans, query, new=(key, value), out=out, store_only=True)
+            assert same(pool, want)
+            assert out.eq(3.0).all()
 
 
 def check_many_stored(function: Function) -> None:

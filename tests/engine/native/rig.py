@@ -72,8 +72,12 @@ def attend(
     parallel: int = 0,
     new: tuple[torch.Tensor, torch.Tensor] | None = None,
     out: torch.Tensor | None = None,
+    store_only: bool = False,
 ) -> torch.Tensor:
-    """[rows, heads, head dim] of Q to as much; ``new`` K and V are stored first."""
+    """[rows, heads, head dim] of Q to as much; ``new`` K and V are stored first.
+
+    With ``store_only`` the kernel is not given ``query``.
+    """
     rows: list[tuple[int, int, int, int]] = []
     tables: list[int] = []
     first = 0
@@ -97,7 +101,7 @@ def attend(
     a.window = problem.window
     a.softcap = problem.softcap
     a.sinks = None if problem.sinks is None else problem.sinks.data_ptr()
-    a.query = query.data_ptr()
+    a.query = None if store_only else query.data_ptr()
     a.out = out.data_ptr()
     a.q_row = query.stride(0)
     a.q_head = query.stride(1)

@@ -32,6 +32,7 @@ from kvrelay.engine.model.loading import load_model
 from kvrelay.engine.model.native_decoder import NativeDecoder
 from kvrelay.engine.runner import Runner
 from kvrelay.process.shared_cores import WORKERS, CoresView
+from kvrelay.sampling import Sampling
 from tests.engine.native import forward_checks
 from tests.engine.native.forward_checks import BLOCK, POSITIONS, Drawn, draw
 from tests.models import tiny_model
@@ -106,7 +107,7 @@ def test_every_layer_asks_for_its_threads(
     kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(KernelArguments))
     called = kind(lambda pointer: attend(pointer.contents))
     forward.decoder.kernels.attention = ctypes.cast(called, ctypes.c_void_p).value
-    step = backend.step(pack([Work([0], 0, 1, [0], 1, None)], BLOCK))
+    step = backend.step(pack([Work([0], 0, 1, [0], 1, Sampling())], BLOCK))
     forward.logits(step.inputs.tokens, step.inputs.positions, step, step.inputs.rows)
     assert found == threads
 

@@ -22,7 +22,7 @@ struct Arguments {
   // Of a call: arguments.py packs them in one piece.
   int64_t layer, group;
   double scale;
-  const char* query;  // [row, kv head * group + member, dim]
+  const char* query;  // [row, kv head * group + member, dim]; null: only store
   const char* key;    // [row, kv head, dim]: stored before anything is read; may be null
   const char* value;
   char* out;

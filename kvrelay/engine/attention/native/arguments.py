@@ -37,7 +37,7 @@ class KernelArguments(ctypes.Structure):
     pool: int
     entries: int
     tables: int
-    query: int
+    query: int | None
     key: int | None
     value: int | None
     out: int

@@ -715,6 +715,7 @@ int kvrelay_attention(const Arguments* arguments) {
     if (threads > 1 && plan.positions > 2 * STORED) g.parallel(take_stores, &copying, unsigned(threads), 0);
     else take_stores(&copying);
   }
+  if (!g.query) return 0;
   plan.cut(threads, false);
   const long item_bytes = ceiling(plan.count * long(sizeof(Item)), 64) * 64;
   const long split_bytes = ceiling(plan.split_count * long(sizeof(Split)), 64) * 64;

@@ -1,4 +1,5 @@
-// The order of operations is that of model/native_decoder.py.
+// The order of operations is that of model/native_decoder.py. In the last layer the rows that are not
+// kept have a K and a V, which are stored, and nothing else.
 #include "forward.h"
 
 #include <cstring>
@@ -18,22 +19,35 @@ struct Sizes {
   }
 };
 
+// Bytes of a row: what the attention reads of it if it is kept, an entry and a position.
+constexpr long PLACE = 64;
+
 struct Pass {
   const Decoder& model;
   const Step& step;
   const Kernels& kernels = model.kernels;
   int64_t threads = step.attention->threads;
   const long bytes = bytes_of(model.kind);
-  int64_t rows = step.rows;  // the kept ones alone, from the last attention on
+  int64_t rows = step.rows;  // the kept ones alone, from the queries of the last layer on
+  const int64_t* positions = step.positions;
+  Arguments call = *step.attention;
   bool failed = false;
-  char *hidden = step.room, *normed, *added, *joint, *wide;
+  int64_t *places, *entries;
+  char *hidden, *normed, *added, *joint, *wide;
 
   Pass(const Decoder& model, const Step& step) : model(model), step(step) {
     const long size = rows * model.size * bytes;
+    entries = (int64_t*)step.room;
+    places = entries + 4 * rows;
+    hidden = step.room + rows * PLACE;
     normed = hidden + size;
     added = normed + size;
     joint = added + size;
     wide = joint + rows * Sizes(model).joint * bytes;
+    call.group = model.queries / model.kv_heads;
+    call.scale = model.scale;
+    call.q_head = call.k_head = call.v_head = call.o_head = model.width;
+    call.o_row = model.queries * model.width;
   }
 
   // What a caller got wrong; other memory would be read.
@@ -65,29 +79,68 @@ struct Pass {
                               weight.inputs, model.kind, threads, kernels.parallel) != 0;
   }
 
-  void attend(int64_t layer, const Weight& qkv, const Norm& heads) {
-    const int64_t turning = model.queries + model.kv_heads;
-    failed |= kernels.rotate(joint, model.angles, step.positions, heads.weight, rows, qkv.outputs,
-                             turning, model.width, model.kind, heads.epsilon, threads,
-                             kernels.parallel) != 0;
-    Arguments& call = *step.attention;
-    call.layer = layer;
-    call.group = model.queries / model.kv_heads;
-    call.scale = model.scale;
-    call.query = joint;
-    call.key = call.query + bytes * model.width * model.queries;
-    call.value = call.key + bytes * model.width * model.kv_heads;
+  // Rotates `count` heads of each row of a product; the first one has the number `from`.
+  void rotate(char* heads, int64_t row, const Norm& norm, int64_t from, int64_t count) {
+    const char* weight = norm.weight ? norm.weight + from * model.width * bytes : nullptr;
+    failed |= kernels.rotate(heads, model.angles, positions, weight, rows, row, count, model.width,
+                             model.kind, norm.epsilon, threads, kernels.parallel) != 0;
+  }
+
+  // Stores K and V if there is a key, and attends if there is a query; both have rows of `row`.
+  void attention(const char* query, const char* key, int64_t row) {
+    call.threads = threads;
+    call.query = query;
+    call.key = key;
+    call.value = key ? key + model.kv_heads * model.width * bytes : nullptr;
     call.out = wide;
-    call.q_row = call.k_row = call.v_row = qkv.outputs;
-    call.q_head = call.k_head = call.v_head = call.o_head = model.width;
-    call.o_row = model.queries * model.width;
+    call.q_row = call.k_row = call.v_row = row;
     failed |= kernels.attention(&call) != 0;
   }
 
-  // Moves the kept rows to the front.
-  void keep(char* all, long size) {
-    for (int64_t i = 0; i < step.kept; i++)
-      memmove(all + i * size * bytes, all + step.kept_rows[i] * size * bytes, size_t(size * bytes));
+  void attend(const Layer& layer) {
+    const int64_t row = layer.qkv.outputs;
+    product(normed, layer.qkv, joint);
+    rotate(joint, row, layer.heads, 0, model.queries + model.kv_heads);
+    attention(joint, joint + model.queries * model.width * bytes, row);
+  }
+
+  // As `attend`: for all rows K and V are stored, and the kept ones attend.
+  void attend_kept(const Layer& layer) {
+    const int64_t queries = model.queries * model.width, whole = queries / PANEL * PANEL;
+    const Weight later = columns(layer.qkv, whole, layer.qkv.outputs);
+    char* key = joint + (queries - whole) * bytes;
+    product(normed, later, joint);
+    rotate(key, later.outputs, layer.heads, model.queries, model.kv_heads);
+    attention(nullptr, key, later.outputs);
+    keep();
+    product(normed, columns(layer.qkv, 0, queries), joint);
+    rotate(joint, queries, layer.heads, 0, model.queries);
+    attention(joint, nullptr, queries);
+  }
+
+  // Columns of a weight from the first one of a panel on.
+  Weight columns(const Weight& all, int64_t from, int64_t end) const {
+    const int64_t deep = (all.inputs + DEPTH - 1) / DEPTH * DEPTH;
+    const char* bias = all.bias ? all.bias + from * bytes : nullptr;
+    return {all.packed + from * deep * bytes, bias, end - from, all.inputs};
+  }
+
+  // Moves the kept rows to the front, each with an entry of its own.
+  void keep() {
+    const long size = model.size * bytes;
+    const int64_t* of = call.entries;
+    for (int64_t i = 0; i < step.kept; i++) {
+      const int64_t row = step.kept_rows[i];
+      while (row >= of[0] + of[2]) of += 4;
+      const int64_t entry[] = {i, of[1] + row - of[0], 1, of[3]};
+      memcpy(entries + 4 * i, entry, sizeof entry);
+      places[i] = positions[row];
+      memmove(hidden + i * size, hidden + row * size, size_t(size));
+      memmove(normed + i * size, normed + row * size, size_t(size));
+    }
+    call.n = rows = step.kept;
+    call.entries = entries;
+    positions = places;
   }
 
   int run() {
@@ -96,15 +149,11 @@ struct Pass {
     const char* sum = nullptr;  // of a layer, not yet added
     for (int64_t number = 0; number < model.layer_count && !failed; number++) {
       const Layer& layer = model.layers[number];
-      if (step.shared) threads = step.attention->threads = step.shared->threads();
+      if (step.shared) threads = step.shared->threads();
+      call.layer = number;
       normalise(sum, layer.before_attention);
-      product(normed, layer.qkv, joint);
-      attend(number, layer.qkv, layer.heads);
-      if (number == model.layer_count - 1) {  // nothing reads its other rows
-        keep(wide, layer.out.inputs);
-        keep(hidden, model.size);
-        rows = step.kept;
-      }
+      const bool last = number == model.layer_count - 1;
+      last && step.kept < rows ? attend_kept(layer) : attend(layer);
       product(wide, layer.out, added);
       normalise(added, layer.before_mlp);
       product(normed, layer.gate_up, joint);
@@ -122,7 +171,7 @@ struct Pass {
 
 int64_t kvrelay_forward_room(const Decoder* decoder) {
   const Sizes sizes(*decoder);
-  return bytes_of(decoder->kind) * (3 * decoder->size + sizes.joint + sizes.wide);
+  return PLACE + bytes_of(decoder->kind) * (3 * decoder->size + sizes.joint + sizes.wide);
 }
 
 int kvrelay_forward(const Decoder* decoder, const Step* step) { return Pass(*decoder, *step).run(); }

@@ -63,7 +63,7 @@ struct Cores {
 // step's and the pool's part. With `shared` every layer asks for its threads anew. `room` has as many
 // bytes as `kvrelay_forward_room` says.
 struct Step {
-  Arguments* attention;
+  const Arguments* attention;
   const int64_t *tokens, *positions, *kept_rows;
   int64_t rows, kept;
   char *room, *logits;

@@ -175,6 +175,7 @@ void store_new(const Arguments& g) {
 int kvrelay_attention(const Arguments* arguments) {
   const Arguments& g = *arguments;
   if (g.key) store_new(g);
+  if (!g.query) return 0;
   Job job{&g, 0, {0}, {0}};
   for (int64_t e = 0; e < g.n; e++) job.rows += g.entries[4 * e + 2];
   if (g.parallel && g.threads > 1 && job.rows > 1) g.parallel(take_rows, &job, unsigned(g.threads), 0);
