@@ -95,6 +95,15 @@ def test_torchs_own_threads(own: Products, threads: int) -> None:
     assert same(got, tiled(own, weight, None)(x))
 
 
+def test_threads_may_have_small_stacks(compiled: None) -> None:
+    """Those of the products and of the attention, in a process of its own."""
+    names = [f"tests/engine/native/{name}.py" for name in ("test_products", "test_kernel")]
+    command = [sys.executable, "-m", "pytest", "-q", "-k", "test_torchs_own_threads", *names]
+    environ = {**os.environ, "OMP_STACKSIZE": "16k"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
 def test_nothing_else_is_read_or_written(variant: str) -> None:
     """In a process of its own, which a touch of another page would end."""

@@ -175,7 +175,7 @@ struct Job {
   long top, bottom, strips;
   long height, higher;  // of a strip; the first ones have a row more
   long tasks;
-  std::atomic<long> next;
+  std::atomic<long> next, failed;
 
   void cut(long first, long end) {
     top = first;
@@ -233,12 +233,15 @@ struct Job {
 
   static void multiply_panels(void* data) {
     Job& job = *(Job*)data;
-    alignas(LINE) float sums[TALL * PANEL];
+    // Not on the stack, which OMP_STACKSIZE may make small.
+    float* sums = (float*)aligned_alloc(LINE, size_t(4 * PANEL * (job.bottom - job.top)));
+    if (!sums) job.failed.store(1);
     const Rounding rounding;
-    for (long task; (task = job.next.fetch_add(1)) < job.tasks;) {
+    for (long task; sums && (task = job.next.fetch_add(1)) < job.tasks;) {
       const long first = task * job.broad, end = least(first + job.broad, job.panels);
       for (long panel = first; panel < end; panel++) job.multiply(panel, sums);
     }
+    free(sums);
   }
 };
 
@@ -258,7 +261,7 @@ int product(const char* x, const char* packed, const char* bias, char* out, long
     take(job, job.multiply_panels, ceiling(panels, broad), team, threads);
   }
   free(copies);
-  return 0;
+  return int(job.failed.load());
 }
 
 }  // namespace
