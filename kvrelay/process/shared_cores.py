@@ -48,9 +48,10 @@ class SharedCores:
         except OSError as error:
             raise Rejected("shared_cores", f"{path}: {error.strerror}") from error
         try:
-            if not set(os.pread(self._file, WORKERS, 0)) <= {0, _COMPUTES}:
+            size = os.fstat(self._file).st_size
+            if size > WORKERS or not set(os.pread(self._file, WORKERS, 0)) <= {0, _COMPUTES}:
                 raise ValueError("it has other content: name a new file")
-            if os.fstat(self._file).st_size < WORKERS:
+            if size < WORKERS:
                 os.pwrite(self._file, b"\0", WORKERS - 1)  # the map needs bytes, not a hole
             self._computing = mmap.mmap(self._file, WORKERS)
             self._place = self._take_place()

@@ -115,12 +115,13 @@ def test_the_cores_of_all_killed_workers_come_back(tmp_path: Path) -> None:
             assert other.compute() == 8
 
 
-def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["do not overwrite", "\0" * 256 + "nor this"])
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path, text: str) -> None:
     path = tmp_path / "notes"
-    path.write_text("do not overwrite")
+    path.write_text(text)
     with pytest.raises(Rejected, match=r"shared_cores.*notes: it has other content"):
         SharedCores(str(path), 1, 8, 8)
-    assert path.read_text() == "do not overwrite"
+    assert path.read_text() == text
 
 
 def test_a_closed_worker_uses_no_core(tmp_path: Path) -> None:
@@ -143,6 +144,7 @@ def test_as_many_workers_as_there_are_places(
     with ExitStack() as stack:
         for _ in range(2):
             stack.enter_context(worker(path))
+        os.truncate(path, 2)  # theirs has 256 places
         with pytest.raises(Rejected, match=r"shared_cores.*2 workers share it already"):
             SharedCores(str(path), 1, 8, 8)
 
