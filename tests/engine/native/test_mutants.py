@@ -234,8 +234,8 @@ FORWARD_MUTANTS = {
     "the first rows are kept": ("normed + row * size", "normed + i * size"),
     "kept rows are added to the first": ("hidden + row * size", "hidden + i * size"),
     "kept rows are where the first ones are": (
-        "places[i] = positions[row]",
-        "places[i] = positions[i]",
+        "kept_positions[i] = positions[row]",
+        "kept_positions[i] = positions[i]",
     ),
     "kept rows see the first keys alone": ("of[1] + row - of[0]", "of[1]"),
     "kept rows are of the first entry": ("while (row >= of[0] + of[2]) of += 4;", ""),

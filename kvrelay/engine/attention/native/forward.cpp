@@ -19,8 +19,8 @@ struct Sizes {
   }
 };
 
-// Bytes of a row: what the attention reads of it if it is kept, an entry and a position.
-constexpr long PLACE = 64;
+// Bytes for each row: its entry and its position, if it is kept.
+constexpr long KEPT = 64;
 
 struct Pass {
   const Decoder& model;
@@ -32,14 +32,14 @@ struct Pass {
   const int64_t* positions = step.positions;
   Arguments call = *step.attention;
   bool failed = false;
-  int64_t *places, *entries;
+  int64_t *kept_entries, *kept_positions;
   char *hidden, *normed, *added, *joint, *wide;
 
   Pass(const Decoder& model, const Step& step) : model(model), step(step) {
     const long size = rows * model.size * bytes;
-    entries = (int64_t*)step.room;
-    places = entries + 4 * rows;
-    hidden = step.room + rows * PLACE;
+    kept_entries = (int64_t*)step.room;
+    kept_positions = kept_entries + 4 * rows;
+    hidden = step.room + rows * KEPT;
     normed = hidden + size;
     added = normed + size;
     joint = added + size;
@@ -133,14 +133,14 @@ struct Pass {
       const int64_t row = step.kept_rows[i];
       while (row >= of[0] + of[2]) of += 4;
       const int64_t entry[] = {i, of[1] + row - of[0], 1, of[3]};
-      memcpy(entries + 4 * i, entry, sizeof entry);
-      places[i] = positions[row];
+      memcpy(kept_entries + 4 * i, entry, sizeof entry);
+      kept_positions[i] = positions[row];
       memmove(hidden + i * size, hidden + row * size, size_t(size));
       memmove(normed + i * size, normed + row * size, size_t(size));
     }
     call.n = rows = step.kept;
-    call.entries = entries;
-    positions = places;
+    call.entries = kept_entries;
+    positions = kept_positions;
   }
 
   int run() {
@@ -171,7 +171,7 @@ struct Pass {
 
 int64_t kvrelay_forward_room(const Decoder* decoder) {
   const Sizes sizes(*decoder);
-  return PLACE + bytes_of(decoder->kind) * (3 * decoder->size + sizes.joint + sizes.wide);
+  return KEPT + bytes_of(decoder->kind) * (3 * decoder->size + sizes.joint + sizes.wide);
 }
 
 int kvrelay_forward(const Decoder* decoder, const Step* step) { return Pass(*decoder, *step).run(); }
