@@ -81,8 +81,14 @@ class PrefillTile:
 
 @dataclass(frozen=True, slots=True)
 class PrefillEntry:
-    """One prefill entry: the ``runs`` [2 * kv heads * blocks] of context and entry, its tiles."""
+    """One prefill entry: packed rows ``[first, last)``, whose positions begin with ``origin``.
 
+    ``runs`` [2 * kv heads * blocks] are those of its context and its own.
+    """
+
+    first: int
+    last: int
+    origin: int
     runs: torch.Tensor
     tiles: tuple[PrefillTile, ...]
 
@@ -138,7 +144,8 @@ class IndexBuilder:
                 self._tile(row, origin, start, min(TILE, end - start))
                 for start in range(origin, end, TILE)
             )
-            yield PrefillEntry(self._runs(batch, place, place + 1, keys_computed(end)), tiles)
+            runs = self._runs(batch, place, place + 1, keys_computed(end))
+            yield PrefillEntry(row, row + count, origin, runs, tiles)
 
     def _tile(self, row: int, origin: int, start: int, count: int) -> PrefillTile:
         """Positions ``[start, start + count)``; ``origin`` is that of packed row ``row``."""

@@ -25,12 +25,14 @@ from kvrelay.engine.attention.index import (
 )
 from kvrelay.engine.attention.pool import KVPool
 
+NARROW = 16
+
 
 class SdpaBackend:
     """SDPA over a pool in host or CUDA memory."""
 
     name = "sdpa"
-    profile = "sdpa-3"  # with the revision of the forward pass; torch is in the numeric profile
+    profile = "sdpa-4"  # with the revision of the forward pass; torch is in the numeric profile
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
@@ -88,10 +90,32 @@ class SdpaStep:
             here = slice(group.first, group.last)
             out[here] = self._decode(layer, group, query[here], scaling)
         for entry in self.prefills:
-            keys, values = self._gather(layer, entry.runs, 1)[:, 0]
-            for tile in entry.tiles:
-                out[tile.first : tile.last] = _prefill(tile, query, keys, values, scaling)
+            self._prefill(layer, entry, query, (key, value), scaling, out)
         return out
+
+    def _prefill(
+        self,
+        layer: int,
+        entry: PrefillEntry,
+        query: torch.Tensor,
+        new: tuple[torch.Tensor, torch.Tensor],
+        scaling: float | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Tile by tile. A masked key that is no number would spoil the rows before it.
+
+        They are computed again without what they do not see.
+        """
+        context = self._gather(layer, entry.runs, 1)[:, 0]
+        finite = min(_finite_rows(each[entry.first : entry.last]) for each in new)
+        unspoilt = entry.first + finite
+        for tile in entry.tiles:
+            out[tile.first : tile.last] = _prefill(tile, query, *context, scaling)
+        if unspoilt < entry.last:
+            context[:, :, entry.origin + finite :] = 0
+            for tile in entry.tiles:
+                rows = out[tile.first : min(tile.last, max(unspoilt, tile.first))]
+                rows[:] = _prefill(tile, query, *context, scaling)[: len(rows)]
 
     def _gather(self, layer: int, runs: torch.Tensor, entries: int) -> torch.Tensor:
         """The contexts of entries as [k|v, entry, kv head, position, head dim]."""
@@ -110,6 +134,13 @@ class SdpaStep:
         rows = grouped.shape[2]
         out = attend(_rows(grouped), keys, values, group.mask, scaling)
         return out[:, :, :rows].reshape(entries, heads, width).contiguous()
+
+
+def _finite_rows(given: torch.Tensor) -> int:
+    """The number of rows before the first one with an infinity or a NaN."""
+    if bool(torch.stack(given.aminmax()).isfinite().all()):
+        return len(given)
+    return int(given.isfinite().flatten(1).all(1).int().argmin())
 
 
 def _prefill(
@@ -142,12 +173,18 @@ def attend(
     """SDPA of [entries, heads, queries or keys, head dim].
 
     One run of queries of one head is computed twice: alone it is no parallel region of OpenMP, so
-    MKL would divide its sums among the threads (seen in bfloat16 and float16 on AVX2).
+    MKL would divide its sums among the threads (seen in bfloat16 and float16 on AVX2). Narrow heads
+    are padded: MKL sums fewer than 12 numbers in an order that depends on the other rows.
     """
+    width = query.shape[3]
+    if width < NARROW:
+        scaling = width**-0.5 if scaling is None else scaling
+        query, keys, values = (pad(t, (0, NARROW - width)) for t in (query, keys, values))
     alone = query.shape[0] * query.shape[1] == 1 and query.shape[2] <= QUERY_RUN
     if alone:
         query, keys, values = (t.expand(2, -1, -1, -1) for t in (query, keys, values))
     out = sdpa(query, keys, values, attn_mask=mask, scale=scaling)
+    out = out[..., :width]
     return out[:1] if alone else out
 
 

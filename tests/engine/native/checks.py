@@ -7,6 +7,7 @@ import mmap
 import random
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -272,6 +273,27 @@ def check_tiny_calls_stay_in_one_thread(function: Function) -> None:
     span = (40, 1, [0, 1, 2])
     attend(function, Problem(pool, 2, 0.1), [span], torch.randn(1, 4, 64), 8, team.address)
     assert team.sizes == []
+
+
+def check_nothing_is_kept(function: Function) -> None:
+    """Of a call that is split by keys: its parts take 50 MB."""
+    pool = torch.zeros((8192, 1, 2, 16, 2, 16), dtype=torch.bfloat16)
+    query = torch.zeros((96, 16, 16), dtype=torch.bfloat16)
+    attend(function, Problem(pool, 8, 0.3), [(0, 1, [0])], query[:1])
+    before, team = _resident(), Team()
+    spans = [(8192 * 16 - 96, 96, list(range(8192)))]
+    attend(function, Problem(pool, 8, 0.3), spans, query, 3, team.address)
+    assert team.sizes == [3]
+    assert _resident() - before < 16 << 20
+
+
+def _resident() -> int:
+    """Bytes of this process in memory, where the system tells."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * mmap.PAGESIZE
 
 
 def check_order(function: Function, oracle: Function) -> None:

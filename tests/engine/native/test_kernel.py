@@ -66,6 +66,7 @@ def test_many_random_problems(function: Function, oracle: Function) -> None:
         checks.check_long,
         checks.check_far,
         checks.check_tiny_calls_stay_in_one_thread,
+        checks.check_nothing_is_kept,
     ],
 )
 def test_a_property(function: Function, check: Callable[[Function], None]) -> None:

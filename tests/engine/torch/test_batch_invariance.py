@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ from kvrelay.engine.attention.index import TILE, keys_computed, queries_computed
 from kvrelay.engine.attention.pool import DTYPES
 from kvrelay.engine.attention.sdpa import attend
 from kvrelay.engine.core.updates import Logprob, Work
+from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.elementwise import vectorised
+from kvrelay.engine.model.forward import TransformersModel
 from kvrelay.engine.model.loading import LoadedModel, load_model
 from kvrelay.engine.runner import Runner
 from kvrelay.process.shared_cores import WORKERS, CoresView, SharedCores
@@ -244,6 +247,48 @@ def test_an_element_of_an_activation_does_not_depend_on_its_place(
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("attention", BACKENDS)
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("llama", "float32"), ("llama", "float16"), ("gpt2", "bfloat16")]
+)
+def test_positions_before_one_that_is_no_number(
+    compiled: None, tmp_path: Path, kind: str, dtype: str, wrong: float, attention: str
+) -> None:
+    """Their KV has the same bits: its blocks are named by the tokens before it alone."""
+    loaded = load_model(tiny_model(kind, tmp_path / kind, DTYPES[dtype]), dtype, "cpu")
+    embedding(loaded)[0] = wrong
+    runner = Runner(loaded, 100, 16, attention)
+    seed = random.randrange(1 << 31)
+    print(f"seed {seed}")
+    rng, length, table = random.Random(seed), 700, list(range(44))
+    (tokens,) = prompts(seed, [length], VOCAB)
+    sound = [token or 1 for token in tokens]
+
+    def kv(tokens: list[int], *ends: int) -> torch.Tensor:
+        for start, end in pairwise(sorted({0, *ends, length})):
+            runner.execute([Work(tokens, start, end - start, table, length, None)])
+        return runner.pool.by_position[table].transpose(0, 2).flatten(2, 3)[:, :, :length]
+
+    whole = kv(sound)
+    assert whole.isfinite().all()
+    for at in (1, 255, 256, rng.randrange(1, length)):
+        found = kv([*sound[:at], 0, *sound[at + 1 :]], rng.randrange(at + 1))
+        assert torch.equal(found[:, :, :at], whole[:, :, :at]), at
+        assert not found[:, :, at:].isfinite().all()
+
+
+def embedding(loaded: LoadedModel) -> torch.Tensor:
+    """Of the tokens, as the forward pass reads it."""
+    forward = loaded.forward
+    if isinstance(forward, TransformersModel):
+        found = forward.model.get_input_embeddings().weight
+        assert isinstance(found, torch.Tensor)
+        return found.detach()
+    assert isinstance(forward, Decoder)
+    return forward.weights.embedding
+
+
 def test_the_sizes() -> None:
     assert [queries_computed(n) for n in (1, 3, 4, 7, 32, 33, 35, 36, 64)] == [
         *(16, 16, 16, 16, 32, 48, 48, 48, 64)
@@ -253,8 +298,8 @@ def test_the_sizes() -> None:
     ]
 
 
-@pytest.mark.parametrize("width", [16, 64, 96, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 5, 8, 11, 16, 64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_heads_of_any_width(width: int, dtype: torch.dtype) -> None:
     """SDPA by the sizes above: rows of a tile, and the same rows in calls of their own."""
     seed = random.randrange(1 << 31)

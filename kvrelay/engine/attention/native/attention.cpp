@@ -24,10 +24,12 @@ constexpr long SHARE = 768;        // rows that use one packed tile
 constexpr long FETCHED = 64;       // bytes that come from memory together
 constexpr long STORED = 64;        // positions that a thread stores at a time
 constexpr double SERIAL = 50e3;    // nanoseconds of work that are not worth waking threads for
+constexpr long SPLIT = 16 << 20;   // floats of the parts of split items in a call, at most
 constexpr double BYTES_A_NS = 12;  // one thread packs so much, about
 constexpr double PRODUCTS_A_NS = 40;
 
-// What a thread keeps between calls.
+// What a thread needs for a call. It is not kept: a thread_local destructor would link the unwinder,
+// which needs glibc 2.35.
 struct Memory {
   char* bytes = nullptr;
   long size = 0;
@@ -588,7 +590,7 @@ bool work(const Arguments& g, const Item& item, Memory& memory, Tiles& tiles) {
 }
 
 void take_items(void* data) {
-  static thread_local Memory memory;
+  Memory memory;
   Job& job = *(Job*)data;
   const Rounding rounding;
   Tiles tiles;
@@ -676,14 +678,14 @@ struct Plan {
       const long begin = first(from) / SEGMENT, end = ceiling(to, SEGMENT);
       for (long low = 0; low < g.kv_heads; low += together) {
         const long high = least(g.kv_heads, low + together);
-        const bool alone = threads == 1 || end - begin == 1 ||
+        const long state = ceiling(State::floats((to - from) * g.group * (high - low), wide), 16) * 16;
+        const bool alone = threads == 1 || end - begin == 1 || floats + state * (end - begin) > SPLIT ||
                            cost(to - first(from), high - low, to - from) * double(threads) * 2 < total;
         if (alone) {
           if (fill) items[count] = {entry, low, high, from, to, begin, end, nullptr};
           count++;
           continue;
         }
-        const long state = ceiling(State::floats((to - from) * g.group * (high - low), wide), 16) * 16;
         if (fill) {
           Split* split = splits + split_count;
           split->parts = parts + floats;
@@ -705,7 +707,7 @@ struct Plan {
 
 // 0, or 1 if there is no memory.
 int kvrelay_attention(const Arguments* arguments) {
-  static thread_local Memory memory;
+  Memory memory;
   const Arguments& g = *arguments;
   Plan plan{g};
   plan.measure(1);

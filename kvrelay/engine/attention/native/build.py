@@ -1,13 +1,15 @@
 """Compiles the CPU kernels for each instruction set.
 
 ``pip install`` runs it through the build hook of pyproject.toml, and
-``python -m kvrelay.engine.attention.native.build`` by hand. It imports the standard library only.
+``python -m kvrelay.engine.attention.native.build`` by hand, which compiles everything anew. It
+imports the standard library only.
 An object's name has a digest of the sources and flags, and one of its own bytes, so that neither an
 object of other sources nor a damaged one is loaded.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -16,8 +18,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
@@ -40,7 +43,7 @@ VARIANTS = {
 # Contraction would fuse a product and a sum in one place and not in another.
 FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off"),
-    *("-w", "-pthread"),
+    *("-w", "-pthread", "-fno-exceptions"),
 )
 # What each object is made of: ``plain`` is the definition, in plain C++.
 SOURCES = ("attention.cpp", "rows.cpp")
@@ -55,6 +58,7 @@ PLAIN_SOURCES = ("plain.cpp", "plain_rows.cpp", "plain_products.cpp", "forward.c
 _STATIC = ("-static-libgcc", "-static-libstdc++")  # so that no runtime of C++ is needed
 _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 300.0  # for one object, on a machine that is busy
+_ROOM = "building-"
 
 
 class BuildError(Exception):
@@ -109,22 +113,27 @@ def compiler() -> list[str]:
     raise BuildError(f"no C++ compiler was found ({tried})")
 
 
-def build(folder: Path = FOLDER) -> list[Path]:
-    """Compile what is not there yet into ``folder``.
+def build(folder: Path = FOLDER, anew: bool = False) -> list[Path]:
+    """Compile into ``folder`` what is not there yet, or everything ``anew``.
 
-    Removes damaged objects and those of other sources. An instruction set that the compiler does
-    not know is left out. Raises ``BuildError`` if not even the plain object compiles.
+    Removes damaged objects, those of other sources and what ended builds have left. An instruction
+    set that the compiler does not know is left out. Raises ``BuildError`` if the plain object does
+    not compile.
     """
-    missing = [variant for variant in variants() if whole_object(variant, folder) is None]
+    missing = [each for each in variants() if anew or whole_object(each, folder) is None]
     if missing:
         command = compiler()
         # Before the compiler reads the sources: if they change meanwhile, the object is not used.
         sources = digest()
         with ThreadPoolExecutor(2) as pool:
             errors = list(pool.map(lambda v: _compile(command, v, sources, folder), missing))
-        if whole_object(PLAIN, folder) is None:
-            raise BuildError(f"{shlex.join(command)} failed: {errors[-1]}")
+        if error := dict(zip(missing, errors, strict=True)).get(PLAIN):
+            raise BuildError(f"{shlex.join(command)} failed: {error}")
     whole = [path for path in objects("*", folder) if _is_whole(path)]
+    for path in folder.glob(f"{_ROOM}*"):
+        with suppress(OSError):  # another build has removed it
+            if time.time() - path.stat().st_mtime > 2 * _SECONDS:
+                shutil.rmtree(path)
     for path in folder.glob("*.so"):
         if path not in whole:
             path.unlink(missing_ok=True)
@@ -141,7 +150,7 @@ def flags_and_sources(name: str, folder: Path = FOLDER) -> list[str]:
 def _compile(command: list[str], variant: str, sources: str, folder: Path) -> str:
     """Compile one object; returns the compiler's complaint, empty if there is none."""
     static = _STATIC if sys.platform == "linux" else ()
-    with tempfile.TemporaryDirectory(dir=folder) as room:
+    with tempfile.TemporaryDirectory(prefix=_ROOM, dir=folder) as room:
         made = Path(room) / f"{variant}.so"
         flags = [*FLAGS, *static, *flags_and_sources(variant), "-o", str(made)]
         try:
@@ -154,17 +163,20 @@ def _compile(command: list[str], variant: str, sources: str, folder: Path) -> st
             return " ".join(done.stderr.split())[:300] or f"status {done.returncode}"
         if not made.exists():
             return "it wrote no object"
-        made.replace(folder / f"{variant}-{sources}-{_own_digest(made)}.so")
+        try:
+            ctypes.CDLL(str(made))
+        except OSError as error:
+            return f"what it wrote cannot be loaded: {error}"
+        whole = folder / f"{variant}-{sources}-{_own_digest(made)}.so"
+        made.replace(whole)
+    for path in folder.glob(f"{variant}-*.so"):
+        if path != whole:
+            path.unlink(missing_ok=True)
     return ""
-
-
-def _report() -> Iterator[str]:
-    for path in build():
-        yield f"compiled {path}"
 
 
 if __name__ == "__main__":
     try:
-        print("\n".join(_report()))
+        print("\n".join(f"compiled {path}" for path in build(anew=True)))
     except (BuildError, OSError) as failure:
         sys.exit(f"the attention kernel was not compiled: {failure}")
