@@ -49,6 +49,7 @@ KINDS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     ),
     "gpt-neox": ("gpt_neox", {}),
     "gpt2": ("gpt2", {}),
+    "lfm2": ("lfm2", {"layer_types": ["full_attention"] * 2}),  # its activation is a function
 }
 
 

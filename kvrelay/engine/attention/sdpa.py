@@ -107,15 +107,16 @@ class SdpaStep:
         They are computed again without what they do not see.
         """
         context = self._gather(layer, entry.runs, 1)[:, 0]
+        keys, values = context
         finite = min(_finite_rows(each[entry.first : entry.last]) for each in new)
         unspoilt = entry.first + finite
         for tile in entry.tiles:
-            out[tile.first : tile.last] = _prefill(tile, query, *context, scaling)
+            out[tile.first : tile.last] = _prefill(tile, query, keys, values, scaling)
         if unspoilt < entry.last:
             context[:, :, entry.origin + finite :] = 0
             for tile in entry.tiles:
                 rows = out[tile.first : min(tile.last, max(unspoilt, tile.first))]
-                rows[:] = _prefill(tile, query, *context, scaling)[: len(rows)]
+                rows[:] = _prefill(tile, query, keys, values, scaling)[: len(rows)]
 
     def _gather(self, layer: int, runs: torch.Tensor, entries: int) -> torch.Tensor:
         """The contexts of entries as [k|v, entry, kv head, position, head dim]."""

@@ -7,24 +7,25 @@ and on how a large tensor is divided among threads. Here every part is a whole n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from math import lcm
 
 import torch
-from transformers import activations
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 _GRAIN = 32768  # elements of one thread's part at least: internal::GRAIN_SIZE of ATen
 _GRAIN_OF_GELU = 16384  # more are divided among all threads
 _VECTORS = 64  # elements of two vectors of 512 bits in a dtype of two bytes
 
 _Elementwise = Callable[[torch.Tensor], torch.Tensor]
-_OF_TORCH = (
-    torch.nn.SiLU,
-    torch.nn.GELU,
-    torch.nn.Sigmoid,
-    torch.nn.Tanh,
-    torch.nn.Mish,
-    torch.nn.Softplus,
+_ACTIVATIONS = frozenset(
+    (
+        *(functional.silu, functional.gelu, functional.mish, functional.softplus),
+        *(functional.elu, functional.logsigmoid, torch.special.expit),
+        *(torch.sigmoid, torch.tanh, torch.exp, torch.expm1, torch.erf, torch.rsqrt),
+        *(torch.Tensor.sigmoid, torch.Tensor.tanh, torch.Tensor.exp, torch.Tensor.rsqrt),
+    )
 )
 
 
@@ -53,26 +54,22 @@ def _padded(count: int, threads: int) -> int:
         size += -size % unit
 
 
-class Vectorised(torch.nn.Module):
-    """An activation whose elements do not depend on where they stand."""
+class Vectorising(TorchFunctionMode):
+    """Inside, an element of an activation does not depend on where it stands.
 
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
+    Models call activations as modules, functions and methods.
+    """
 
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        """See ``vectorised``."""
-        return vectorised(self.inner, given)
-
-
-def vectorise_activations(model: torch.nn.Module) -> int:
-    """Wrap every activation of torch and `transformers`; returns how many were wrapped."""
-    found = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if type(child).__module__ == activations.__name__ or type(child) in _OF_TORCH
-    ]
-    for parent, name, child in found:
-        setattr(parent, name, Vectorised(child))
-    return len(found)
+    def __torch_function__(
+        self,
+        function: Callable[..., torch.Tensor],
+        types: Iterable[type],
+        args: tuple[torch.Tensor, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> torch.Tensor:
+        """``function`` of its arguments; see ``torch.overrides``."""
+        others = kwargs or {}
+        if function not in _ACTIVATIONS or others.get("inplace"):
+            return function(*args, **others)
+        given, *rest = args
+        return vectorised(lambda room: function(room, *rest, **others), given)

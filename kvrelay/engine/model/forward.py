@@ -6,12 +6,14 @@ head is computed only for the rows that sample (``logits_to_keep``).
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Protocol, cast
 
 import torch
 from transformers import PreTrainedModel
 
 from kvrelay.engine.attention.backend import AttentionStep
+from kvrelay.engine.model.elementwise import Vectorising
 
 
 class _Output(Protocol):
@@ -59,13 +61,14 @@ class TransformersModel:
         rows: torch.Tensor,
     ) -> torch.Tensor:
         """``step`` is passed to the attention function (see ``AttentionStep``)."""
-        out = self._call(
-            input_ids=tokens,
-            position_ids=positions,
-            use_cache=False,
-            logits_to_keep=rows,
-            kvrelay_step=step,
-        )
+        with Vectorising() if tokens.device.type == "cpu" else nullcontext():
+            out = self._call(
+                input_ids=tokens,
+                position_ids=positions,
+                use_cache=False,
+                logits_to_keep=rows,
+                kvrelay_step=step,
+            )
         return out.logits[0]
 
     def plain_logits(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,6 @@ from kvrelay.engine.model.config_values import foreign_reason, value_reasons
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.decoder_weights import extract_weights
 from kvrelay.engine.model.device import open_device
-from kvrelay.engine.model.elementwise import vectorise_activations
 from kvrelay.engine.model.forward import CausalModel, TransformersModel
 from kvrelay.engine.model.packed_linear import limit_onednn, pack_linears
 from kvrelay.engine.model.pretrained import FOREIGN, read_config, read_weights, revision
@@ -203,7 +202,6 @@ def computing(forward: TransformersModel, max_len: int) -> CausalModel:
     if known is not None:
         return Decoder(known)
     pack_linears(forward.model)
-    vectorise_activations(forward.model)
     forward.set_attention(ATTENTION)
     return forward
 

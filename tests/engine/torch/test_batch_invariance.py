@@ -33,7 +33,10 @@ TOP = Sampling(temperature=0.0, logprobs=VOCAB)
 LENGTHS = (1, 2, 33, 150, 201, 391, 530, 700)  # runs of 32 queries and 512 keys, 193 to 383 keys
 BACKENDS = ("sdpa", "native")
 EXPERTS = ("mixtral", "qwen3-moe")  # each expert computes as many rows as chose it
-FEW = [("llama", "float32"), ("gpt2", "float32"), ("qwen3", "bfloat16")]  # all: the slow tests
+FEW = [  # all: the slow tests
+    *(("llama", "float32"), ("gpt2", "float32"), ("lfm2", "float32")),
+    ("qwen3", "bfloat16"),
+]
 
 
 def computed(
