@@ -93,8 +93,8 @@ class WorkerConfig(TracingOptions):
     )
     shared_cores: str | None = option(
         None,
-        "workers of this machine that name the same file share its cores: --threads are a worker's"
-        " own, and one that computes alone uses all",
+        "workers of this machine that name the same file share its cores: --threads (default: 1)"
+        " are a worker's own, and one that computes alone uses all",
         metavar="FILE",
     )
     grace: float = option(10.0, "seconds that open requests get after SIGTERM", low=0.0)

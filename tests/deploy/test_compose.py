@@ -187,7 +187,7 @@ def test_the_workers_of_the_cpu_divide_its_cores() -> None:
         if name in PROFILES["gpu"]:
             assert (config.threads, config.shared_cores) == (None, None)
             continue
-        assert (config.threads, config.shared_cores) == (1, "/run/kvrelay/cores")
+        assert (config.threads, config.shared_cores) == (None, "/run/kvrelay/cores")
         assert "shared:/run/kvrelay" in read()[name]["volumes"].texts
     more = config_of("decode", THREADS="4")
     assert isinstance(more, WorkerConfig)

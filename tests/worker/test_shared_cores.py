@@ -40,6 +40,26 @@ def test_only_a_dense_decoder_shares(tmp_path: Path, kind: str, shares: bool) ->
     assert not native.may_share_cores(model, "auto", 4, 4, profile)
 
 
+@pytest.mark.parametrize(
+    ("kind", "given", "threads"),
+    [
+        *(("llama", {}, (4, False)), ("llama", {"threads": 2}, (2, False))),
+        *(
+            ("llama", {"shared_cores": "f"}, (1, True)),
+            ("mixtral", {"shared_cores": "f"}, (4, False)),
+        ),
+        ("llama", {"shared_cores": "f", "threads": 2}, (2, True)),
+        ("mixtral", {"shared_cores": "f", "threads": 2}, (2, False)),
+    ],
+)
+def test_the_threads_of_a_worker(
+    tmp_path: Path, kind: str, given: dict[str, str | int], threads: tuple[int, bool]
+) -> None:
+    path = tiny_model(kind, tmp_path / kind)
+    config = WorkerConfig(model=str(path), **given)  # type: ignore[arg-type]
+    assert native.threads_of(config, load_model(path, "float32", "cpu"), "auto", 4) == threads
+
+
 def test_threads_that_change_a_bit_are_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,6 +8,7 @@ view. The sizes are those of ``attention.index``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,8 @@ from kvrelay.engine.attention.index import (
 )
 from kvrelay.engine.attention.pool import KVPool
 
-NARROW = 16
+NARROW = 16  # narrower heads are padded to it: one vector of float32
+LARGE = 2.0**58  # of K and V: a score of 1,024 products of such numbers is finite in float32
 
 
 class SdpaBackend:
@@ -102,21 +104,24 @@ class SdpaStep:
         scaling: float | None,
         out: torch.Tensor,
     ) -> None:
-        """Tile by tile. A masked key that is no number would spoil the rows before it.
+        """Attend tile by tile.
 
-        They are computed again without what they do not see.
+        -inf in a mask hides no NaN, and a masked score that overflows is one. The rows before the
+        first that may do so are computed again, with it and all that follow zeroed.
         """
         context = self._gather(layer, entry.runs, 1)[:, 0]
         keys, values = context
-        finite = min(_finite_rows(each[entry.first : entry.last]) for each in new)
-        unspoilt = entry.first + finite
         for tile in entry.tiles:
-            out[tile.first : tile.last] = _prefill(tile, query, keys, values, scaling)
-        if unspoilt < entry.last:
-            context[:, :, entry.origin + finite :] = 0
+            out[tile.first : tile.last] = _attend_tile(tile, query, keys, values, scaling)
+        tame = _tame_rows([each[entry.first : entry.last] for each in new])
+        end = entry.first + tame
+        if end < entry.last:
+            context[:, :, entry.origin + tame :] = 0
             for tile in entry.tiles:
-                rows = out[tile.first : min(tile.last, max(unspoilt, tile.first))]
-                rows[:] = _prefill(tile, query, keys, values, scaling)[: len(rows)]
+                last = min(tile.last, end)
+                if tile.first < last:
+                    again = _attend_tile(tile, query, keys, values, scaling)
+                    out[tile.first : last] = again[: last - tile.first]
 
     def _gather(self, layer: int, runs: torch.Tensor, entries: int) -> torch.Tensor:
         """The contexts of entries as [k|v, entry, kv head, position, head dim]."""
@@ -137,14 +142,16 @@ class SdpaStep:
         return out[:, :, :rows].reshape(entries, heads, width).contiguous()
 
 
-def _finite_rows(given: torch.Tensor) -> int:
-    """The number of rows before the first one with an infinity or a NaN."""
-    if bool(torch.stack(given.aminmax()).isfinite().all()):
-        return len(given)
-    return int(given.isfinite().flatten(1).all(1).int().argmin())
+def _tame_rows(given: Sequence[torch.Tensor]) -> int:
+    """The number of rows of K and V before the first whose masked score may be no number."""
+    extremes = torch.stack([one for each in given for one in each.aminmax()])
+    if bool((extremes.float().abs() <= LARGE).all()):
+        return len(given[0])
+    tame = [(each.float().abs() <= LARGE).flatten(1).all(1) for each in given]
+    return int(torch.stack(tame).all(0).int().argmin())
 
 
-def _prefill(
+def _attend_tile(
     tile: PrefillTile,
     query: torch.Tensor,
     key: torch.Tensor,

@@ -19,13 +19,12 @@ _GRAIN_OF_GELU = 16384  # more are divided among all threads
 _VECTORS = 64  # elements of two vectors of 512 bits in a dtype of two bytes
 
 _Elementwise = Callable[[torch.Tensor], torch.Tensor]
+_NAMES = ("sigmoid", "tanh", "exp", "exp2", "expm1", "erf", "rsqrt")
 _ACTIVATIONS = frozenset(
-    (
-        *(functional.silu, functional.gelu, functional.mish, functional.softplus),
-        *(functional.elu, functional.logsigmoid, torch.special.expit),
-        *(torch.sigmoid, torch.tanh, torch.exp, torch.expm1, torch.erf, torch.rsqrt),
-        *(torch.Tensor.sigmoid, torch.Tensor.tanh, torch.Tensor.exp, torch.Tensor.rsqrt),
-    )
+    [getattr(owner, name) for owner in (torch, torch.Tensor) for name in _NAMES]
+    + [functional.silu, functional.gelu, functional.mish, functional.softplus]
+    + [functional.elu, functional.selu, functional.celu, functional.logsigmoid]
+    + [torch.special.expit]
 )
 
 
@@ -55,9 +54,9 @@ def _padded(count: int, threads: int) -> int:
 
 
 class Vectorising(TorchFunctionMode):
-    """Inside, an element of an activation does not depend on where it stands.
+    """Computes activations by ``vectorised``, called as modules, functions or methods.
 
-    Models call activations as modules, functions and methods.
+    Not those that change a tensor in place, nor with ``out``.
     """
 
     def __torch_function__(
@@ -65,11 +64,11 @@ class Vectorising(TorchFunctionMode):
         function: Callable[..., torch.Tensor],
         types: Iterable[type],
         args: tuple[torch.Tensor, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
+        kwargs: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """``function`` of its arguments; see ``torch.overrides``."""
-        others = kwargs or {}
-        if function not in _ACTIVATIONS or others.get("inplace"):
+        others = dict(kwargs or {})
+        if function not in _ACTIVATIONS or others.get("inplace") or "out" in others:
             return function(*args, **others)
-        given, *rest = args
+        given, *rest = args or (others.pop("input"),)
         return vectorised(lambda room: function(room, *rest, **others), given)

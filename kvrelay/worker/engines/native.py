@@ -65,7 +65,6 @@ def _open(
     asked = config.attention_backend
     model = load_model(config.model, config.dtype, config.device, config.max_model_len, asked)
     info = model.info
-    threads = config.threads or model_threads(model.weight_bytes, available_cores())
     served = ServedModel(
         name=info.name,
         revision=info.revision,
@@ -77,13 +76,15 @@ def _open(
     )
     most = model_threads(model.weight_bytes, available_cores())
     if model.device.type == "cpu":
-        check_openmp(max(threads, most) if config.shared_cores else threads)
+        own = config.threads or most
+        check_openmp(max(own, most) if config.shared_cores else own)
     way = way_of(config, model)
+    threads, shares = threads_of(config, model, way.backend, most)
     on_device = CudaAllocator(model.device) if model.device.type == "cuda" else None
     limits = limits_of(config, model, on_device, way)
     runner = open_runner(model, limits, way, threads)
     profile = numeric_profile(model, way.backend, threads, way.facts)
-    if config.shared_cores and may_share_cores(model, way.backend, threads, most, profile):
+    if config.shared_cores and shares:
         shared = SharedCores(config.shared_cores, threads, most, available_cores())
         runner.share(shared)
         options = replace(options, on_rest=shared.rest)
@@ -120,6 +121,22 @@ def way_of(config: WorkerConfig, model: LoadedModel) -> Way:
     seconds = time.monotonic() - begun
     log.info("this GPU computes with %s (the self-test took %.1f s)", way.name, seconds)
     return way
+
+
+def threads_of(
+    config: WorkerConfig, model: LoadedModel, attention_backend: str, most: int
+) -> tuple[int, bool]:
+    """The threads of a worker that are always its own, and whether it may use more cores.
+
+    By default all that the model can use, and one if it shares the cores with other workers.
+    """
+    if config.shared_cores is None or model.device.type != "cpu":
+        return config.threads or most, False
+    own = config.threads or 1
+    profile = numeric_profile(model, attention_backend, own)
+    if may_share_cores(model, attention_backend, own, most, profile):
+        return own, True
+    return config.threads or most, False
 
 
 def may_share_cores(

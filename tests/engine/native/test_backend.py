@@ -208,12 +208,14 @@ def test_auto_is_sdpa_where_only_the_plain_object_runs(
     library._load.cache_clear()
     try:
         chosen = choose_attention("auto", KVPool(SHAPE))
-        with pytest.raises(Rejected, match="none for this processor"):
+        with pytest.raises(Rejected, match="no object runs on this processor"):
             choose_attention("native", KVPool(SHAPE))
     finally:
         library._load.cache_clear()
     assert chosen.backend.profile == "sdpa-4"
-    assert chosen.reason == "native cannot be used: there is none for this processor"
+    assert (
+        chosen.reason == "native cannot be used: no object runs on this processor: they need AVX2"
+    )
 
 
 def test_auto_is_sdpa_for_a_pool_of_another_kind(compiled: None) -> None:
@@ -306,6 +308,7 @@ def test_an_object_that_cannot_be_loaded_is_not_kept(
     for path in build.FOLDER.glob("*.so"):
         shutil.copy(path, tmp_path)
     before = {path.name for path in tmp_path.iterdir()}
+    monkeypatch.setattr(build, "variants", lambda: (build.PLAIN,))
     monkeypatch.setenv("CXX", f"{shlex.join(build.compiler())} -Wl,-z,nodlopen")
     with pytest.raises(build.BuildError, match="what it wrote cannot be loaded"):
         build.build(tmp_path, anew=True)
@@ -340,7 +343,8 @@ def test_compiled_anew_there_is_one_object_of_each_kind(
 def test_an_object_runs_where_torch_does(compiled: None, variant: str) -> None:
     """That of a wheel is loaded beside an older glibc than that of the compiler: torch's least."""
     path = build.whole_object(variant)
-    assert path is not None
+    if path is None:
+        pytest.skip(f"the compiler does not know {variant}")
     wanted = re.findall(rb"GLIBC_(\d+)\.(\d+)", path.read_bytes())
     assert max((int(major), int(minor)) for major, minor in wanted) <= (2, 28)
 

@@ -67,6 +67,7 @@ def test_many_random_problems(function: Function, oracle: Function) -> None:
         checks.check_far,
         checks.check_tiny_calls_stay_in_one_thread,
         checks.check_nothing_is_kept,
+        checks.check_many_parts,
     ],
 )
 def test_a_property(function: Function, check: Callable[[Function], None]) -> None:

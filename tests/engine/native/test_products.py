@@ -99,9 +99,10 @@ def test_threads_may_have_small_stacks(compiled: None) -> None:
     """Those of the products and of the attention, in a process of its own."""
     names = [f"tests/engine/native/{name}.py" for name in ("test_products", "test_kernel")]
     command = [sys.executable, "-m", "pytest", "-q", "-k", "test_torchs_own_threads", *names]
-    environ = {**os.environ, "OMP_STACKSIZE": "16k"}
+    environ = {**os.environ, "OMP_STACKSIZE": "64k"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
+    assert " passed" in done.stdout
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")

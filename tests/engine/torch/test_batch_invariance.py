@@ -13,14 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional
 from torch.nn.functional import gelu, silu
 
+from kvrelay.engine.attention.batch import pack
 from kvrelay.engine.attention.index import TILE, keys_computed, queries_computed
-from kvrelay.engine.attention.pool import DTYPES
-from kvrelay.engine.attention.sdpa import attend
+from kvrelay.engine.attention.pool import DTYPES, KVPool, PoolShape
+from kvrelay.engine.attention.sdpa import SdpaBackend, attend
 from kvrelay.engine.core.updates import Logprob, Work
 from kvrelay.engine.model.decoder import Decoder
-from kvrelay.engine.model.elementwise import vectorised
+from kvrelay.engine.model.elementwise import Vectorising, vectorised
 from kvrelay.engine.model.forward import TransformersModel
 from kvrelay.engine.model.loading import LoadedModel, load_model
 from kvrelay.engine.runner import Runner
@@ -33,10 +35,8 @@ TOP = Sampling(temperature=0.0, logprobs=VOCAB)
 LENGTHS = (1, 2, 33, 150, 201, 391, 530, 700)  # runs of 32 queries and 512 keys, 193 to 383 keys
 BACKENDS = ("sdpa", "native")
 EXPERTS = ("mixtral", "qwen3-moe")  # each expert computes as many rows as chose it
-FEW = [  # all: the slow tests
-    *(("llama", "float32"), ("gpt2", "float32"), ("lfm2", "float32")),
-    ("qwen3", "bfloat16"),
-]
+# All of them: the slow tests.
+FEW = [("llama", "float32"), ("gpt2", "float32"), ("lfm2", "float32"), ("qwen3", "bfloat16")]
 
 
 def computed(
@@ -281,6 +281,23 @@ def test_positions_before_one_that_is_no_number(
         assert not found[:, :, at:].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_key_whose_score_overflows_spoils_no_row_before_it(dtype: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    query = torch.randn((300, 4, 32), generator=generator).to(DTYPES[dtype]) * 1e10
+    key, value = torch.randn((2, 300, 2, 32), generator=generator).to(DTYPES[dtype])
+    batch = pack([Work([0] * 300, 0, 300, list(range(19)), 300, None)], 16)
+
+    def attended() -> torch.Tensor:
+        backend = SdpaBackend(KVPool(PoolShape(19, 1, 16, 2, 32, dtype)))
+        return backend.step(batch).attend(0, query, key, value, None)
+
+    sound = attended()
+    assert sound.isfinite().all()
+    key[200] = 1e30
+    assert torch.equal(attended()[:200], sound[:200])
+
+
 def embedding(loaded: LoadedModel) -> torch.Tensor:
     """Of the tokens, as the forward pass reads it."""
     forward = loaded.forward
@@ -299,6 +316,30 @@ def test_the_sizes() -> None:
     assert [keys_computed(n) for n in (1, 16, 17, 192, 193, 384, 385, 512, 513, 705)] == [
         *(16, 16, 32, 192, 512, 512, 512, 512, 528, 1024)
     ]
+
+
+@pytest.mark.parametrize(
+    "called",
+    [
+        *(functional.silu, functional.gelu, torch.nn.SiLU(), torch.nn.GELU("tanh")),
+        *(torch.nn.Softplus(), torch.nn.Sigmoid(), torch.sigmoid, torch.Tensor.sigmoid),
+        *(lambda x: torch.sigmoid(input=x), lambda x: functional.gelu(input=x, approximate="tanh")),
+        *(lambda x: functional.softplus(x, beta=2.0), lambda x: x.rsqrt(), torch.exp2),
+    ],
+)
+def test_every_way_to_call_an_activation(called: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A row alone has the bits that it has among others; ``out`` keeps its size."""
+    generator = torch.Generator().manual_seed(4)
+    rows = torch.rand((50, 37), generator=generator)
+    plain, wanted = called(rows), torch.empty(50, 37)
+    with Vectorising():
+        whole = called(rows)
+        for i in range(50):
+            assert torch.equal(called(rows[i]), whole[i])
+        assert torch.sigmoid(rows, out=wanted) is wanted
+        assert functional.silu(rows.clone(), inplace=True).shape == rows.shape
+    assert torch.allclose(whole, plain)
+    assert wanted.shape == rows.shape
 
 
 @pytest.mark.parametrize("width", [1, 5, 8, 11, 16, 64, 96, 128, 256])

@@ -43,6 +43,7 @@ VARIANTS = {
 # Contraction would fuse a product and a sum in one place and not in another.
 FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off"),
+    # Exceptions would link the unwinder, which needs glibc 2.35.
     *("-w", "-pthread", "-fno-exceptions"),
 )
 # What each object is made of: ``plain`` is the definition, in plain C++.
@@ -58,7 +59,7 @@ PLAIN_SOURCES = ("plain.cpp", "plain_rows.cpp", "plain_products.cpp", "forward.c
 _STATIC = ("-static-libgcc", "-static-libstdc++")  # so that no runtime of C++ is needed
 _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 300.0  # for one object, on a machine that is busy
-_ROOM = "building-"
+_ROOM = "building-"  # the folder of one compilation
 
 
 class BuildError(Exception):
@@ -116,9 +117,9 @@ def compiler() -> list[str]:
 def build(folder: Path = FOLDER, anew: bool = False) -> list[Path]:
     """Compile into ``folder`` what is not there yet, or everything ``anew``.
 
-    Removes damaged objects, those of other sources and what ended builds have left. An instruction
-    set that the compiler does not know is left out. Raises ``BuildError`` if the plain object does
-    not compile.
+    Removes damaged objects, those of other sources and the folders of killed builds. An instruction
+    set that does not compile keeps its old object, if any. Returns all whole objects. Raises
+    ``BuildError`` if the plain object does not compile.
     """
     missing = [each for each in variants() if anew or whole_object(each, folder) is None]
     if missing:
@@ -177,6 +178,6 @@ def _compile(command: list[str], variant: str, sources: str, folder: Path) -> st
 
 if __name__ == "__main__":
     try:
-        print("\n".join(f"compiled {path}" for path in build(anew=True)))
+        print("\n".join(f"ready: {path}" for path in build(anew=True)))
     except (BuildError, OSError) as failure:
         sys.exit(f"the attention kernel was not compiled: {failure}")

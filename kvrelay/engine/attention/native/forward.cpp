@@ -1,5 +1,5 @@
-// The order of operations is that of model/native_decoder.py. In the last layer the rows that are not
-// kept have a K and a V, which are stored, and nothing else.
+// The order of operations is that of model/native_decoder.py. In the last layer K and V of all rows are
+// stored; only the kept rows attend and go on.
 #include "forward.h"
 
 #include <cstring>
@@ -19,8 +19,7 @@ struct Sizes {
   }
 };
 
-// Bytes for each row: its entry and its position, if it is kept.
-constexpr long KEPT = 64;
+constexpr long KEPT = 64;  // bytes of each row for its entry and position, if it is kept: 40 and zeros
 
 struct Pass {
   const Decoder& model;
@@ -104,7 +103,7 @@ struct Pass {
     attention(joint, joint + model.queries * model.width * bytes, row);
   }
 
-  // As `attend`: for all rows K and V are stored, and the kept ones attend.
+  // As `attend`, but only the kept rows attend: first K and V of all rows, then Q of these.
   void attend_kept(const Layer& layer) {
     const int64_t queries = model.queries * model.width, whole = queries / PANEL * PANEL;
     const Weight later = columns(layer.qkv, whole, layer.qkv.outputs);
@@ -138,7 +137,8 @@ struct Pass {
       memmove(hidden + i * size, hidden + row * size, size_t(size));
       memmove(normed + i * size, normed + row * size, size_t(size));
     }
-    call.n = rows = step.kept;
+    rows = step.kept;
+    call.n = rows;
     call.entries = kept_entries;
     positions = kept_positions;
   }
@@ -153,7 +153,8 @@ struct Pass {
       call.layer = number;
       normalise(sum, layer.before_attention);
       const bool last = number == model.layer_count - 1;
-      last && step.kept < rows ? attend_kept(layer) : attend(layer);
+      if (last && step.kept < rows) attend_kept(layer);
+      else attend(layer);
       product(wide, layer.out, added);
       normalise(added, layer.before_mlp);
       product(normed, layer.gate_up, joint);

@@ -1,8 +1,8 @@
 """Finds, checks and loads the compiled attention kernel, and torch's own team of threads.
 
 The best object that this processor runs is compared with the plain one on a few shapes when it is
-loaded; one that differs in a bit is passed over, with the reason. The plain one is used only if the
-variable asks for it: SDPA is 30 times as fast. No second OpenMP runtime comes
+loaded; one that differs in a bit is passed over, with the reason. The plain one is used only if
+KVRELAY_ATTENTION_VARIANT=plain: SDPA is 30 times as fast. No second OpenMP runtime comes
 into the process: threads are those of the runtime that torch is linked with.
 """
 
@@ -152,7 +152,7 @@ def _load(forced: str) -> NativeKernel:
             revision = plain.kvrelay_revision()
             return NativeKernel(variant, revision, function, rows, parallel(), tuple(against))
         against.append(reason if forced else f"{variant}: {reason}")
-    raise NoKernel("; ".join(against) or "there is none for this processor")
+    raise NoKernel("; ".join(against) or "no object runs on this processor: they need AVX2")
 
 
 def products_of(dtype: torch.dtype) -> Products | NoProducts:
