@@ -154,6 +154,8 @@ def _zeros(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.int3
 def runner_of(kind: str, layers: int, backend: str) -> Runner:
     """A runner of a model on the fake device."""
     model_type, own = KINDS[kind]
+    if "layer_types" in own:
+        own = {**own, "layer_types": ["full_attention"] * layers}
     kv_heads = HEADS if kind in OWN_HEADS else KV_HEADS
     shape = {"num_attention_heads": HEADS, "num_key_value_heads": kv_heads, "head_dim": DIM}
     config = AutoConfig.for_model(
