@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,9 +36,9 @@ def torch_threads() -> Iterator[None]:
 def test_only_a_dense_decoder_shares(tmp_path: Path, kind: str, shares: bool) -> None:
     """The experts of a mixture round differently with another number of threads."""
     model = load_model(tiny_model(kind, tmp_path / kind), "float32", "cpu")
-    profile = numeric_profile(model, "auto", 1)
-    assert native.may_share_cores(model, "auto", 1, 4, profile) is shares
-    assert not native.may_share_cores(model, "auto", 4, 4, profile)
+    profile_of = partial(numeric_profile, model, "auto")
+    assert native.may_share_cores(model, 1, 4, profile_of) is shares
+    assert not native.may_share_cores(model, 4, 4, profile_of)
 
 
 @pytest.mark.parametrize(
@@ -57,14 +58,15 @@ def test_the_threads_of_a_worker(
 ) -> None:
     path = tiny_model(kind, tmp_path / kind)
     config = WorkerConfig(model=str(path), **given)  # type: ignore[arg-type]
-    assert native.threads_of(config, load_model(path, "float32", "cpu"), "auto", 4) == threads
+    model = load_model(path, "float32", "cpu")
+    assert native.threads_of(config, model, 4, partial(numeric_profile, model, "auto")) == threads
 
 
 def test_threads_that_change_a_bit_are_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = load_model(tiny_model("llama", tmp_path / "llama"), "float32", "cpu")
-    assert not native.may_share_cores(model, "auto", 1, 4, "native/of/other/bits")
+    assert not native.may_share_cores(model, 1, 4, lambda threads: f"native/of/bits/{threads}")
     assert "4 threads compute other bits than 1" in caplog.text
 
 

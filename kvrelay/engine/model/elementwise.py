@@ -56,7 +56,7 @@ def _padded(count: int, threads: int) -> int:
 class Vectorising(TorchFunctionMode):
     """Computes activations by ``vectorised``, called as modules, functions or methods.
 
-    Not those that change a tensor in place, nor with ``out``.
+    A call that changes a tensor in place, or that has ``out``, is left as it is.
     """
 
     def __torch_function__(

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -79,11 +79,12 @@ def _open(
         own = config.threads or most
         check_openmp(max(own, most) if config.shared_cores else own)
     way = way_of(config, model)
-    threads, shares = threads_of(config, model, way.backend, most)
+    profile_of = cache(lambda threads: numeric_profile(model, way.backend, threads, way.facts))
+    threads, shares = threads_of(config, model, most, profile_of)
     on_device = CudaAllocator(model.device) if model.device.type == "cuda" else None
     limits = limits_of(config, model, on_device, way)
     runner = open_runner(model, limits, way, threads)
-    profile = numeric_profile(model, way.backend, threads, way.facts)
+    profile = profile_of(threads)
     if config.shared_cores and shares:
         shared = SharedCores(config.shared_cores, threads, most, available_cores())
         runner.share(shared)
@@ -124,23 +125,20 @@ def way_of(config: WorkerConfig, model: LoadedModel) -> Way:
 
 
 def threads_of(
-    config: WorkerConfig, model: LoadedModel, attention_backend: str, most: int
+    config: WorkerConfig, model: LoadedModel, most: int, profile_of: Callable[[int], str]
 ) -> tuple[int, bool]:
     """The threads of a worker that are always its own, and whether it may use more cores.
 
     By default all that the model can use, and one if it shares the cores with other workers.
     """
-    if config.shared_cores is None or model.device.type != "cpu":
-        return config.threads or most, False
     own = config.threads or 1
-    profile = numeric_profile(model, attention_backend, own)
-    if may_share_cores(model, attention_backend, own, most, profile):
+    if config.shared_cores is not None and may_share_cores(model, own, most, profile_of):
         return own, True
     return config.threads or most, False
 
 
 def may_share_cores(
-    model: LoadedModel, attention_backend: str, threads: int, most: int, profile: str
+    model: LoadedModel, threads: int, most: int, profile_of: Callable[[int], str]
 ) -> bool:
     """Whether a step may have up to ``most`` threads: logs why not.
 
@@ -151,7 +149,7 @@ def may_share_cores(
     if isinstance(model.forward, TransformersModel):
         log.info("cores are not shared: results of %s may depend on threads", model.info.name)
         return False
-    if numeric_profile(model, attention_backend, most) != profile:
+    if profile_of(most) != profile_of(threads):
         log.warning("cores are not shared: %d threads compute other bits than %d", most, threads)
         return False
     return True

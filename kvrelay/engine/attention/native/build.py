@@ -124,7 +124,7 @@ def build(folder: Path = FOLDER, anew: bool = False) -> list[Path]:
     missing = [each for each in variants() if anew or whole_object(each, folder) is None]
     if missing:
         command = compiler()
-        # Before the compiler reads the sources: if they change meanwhile, the object is not used.
+        # Taken now: if a source changes while the compiler reads, no later digest is this one.
         sources = digest()
         with ThreadPoolExecutor(2) as pool:
             errors = list(pool.map(lambda v: _compile(command, v, sources, folder), missing))
