@@ -22,10 +22,12 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]  # hatchlin
         """Add the objects to a wheel, which is then one for this platform."""
         compiling = _compiling(Path(self.root))
         try:
-            made = compiling.build()
+            made, failed = compiling.build()
         except (compiling.BuildError, OSError) as error:
             self.app.display_warning(f"the attention kernel was not compiled: {error}")
             return
+        for name, complaint in failed.items():
+            self.app.display_warning(f"not compiled: {name}: {complaint}")
         if version == "editable":
             return
         build_data["force_include"] = {str(path): str(NATIVE / path.name) for path in made}

@@ -30,16 +30,16 @@ def test_sdpa_is_logged_with_the_reason(
     limits = EngineLimits(8, 16, 64, 4, 64)
     with caplog.at_level(logging.WARNING):
         assert open_runner(model, limits, Way("auto"), 1).attention_profile.startswith("native-")
-        assert open_runner(model, limits, Way("sdpa"), 1).attention_profile == "sdpa-4"
+        assert open_runner(model, limits, Way("sdpa"), 1).attention_profile == "sdpa-5"
         assert not caplog.records
         monkeypatch.setattr(library, "FOLDER", tmp_path)
         library._load.cache_clear()
         try:
-            assert open_runner(model, limits, Way("auto"), 1).attention_profile == "sdpa-4"
+            assert open_runner(model, limits, Way("auto"), 1).attention_profile == "sdpa-5"
         finally:
             library._load.cache_clear()
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("attention is sdpa-4: native cannot be used: not compiled")
+    assert line.startswith("attention is sdpa-5: native cannot be used: not compiled")
 
 
 @pytest.mark.parametrize(

@@ -58,15 +58,23 @@ def keys_computed(count: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Decode entries ``[first, last)``.
+class GatheredRuns:
+    """K runs, then V runs, by entry, head and block: [2 * entries * kv heads * blocks].
 
-    ``runs`` [2 * entries * kv heads * blocks], ``mask`` [.., keys].
+    ``padding`` are the places in ``runs`` that belong to no block of their entry; ``None``: none.
     """
+
+    runs: torch.Tensor
+    padding: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Decode entries ``[first, last)``; ``mask`` [.., keys]."""
 
     first: int
     last: int
-    runs: torch.Tensor
+    context: GatheredRuns
     mask: torch.Tensor
 
 
@@ -83,13 +91,13 @@ class PrefillTile:
 class PrefillEntry:
     """One prefill entry: packed rows ``[first, last)``, whose positions begin with ``origin``.
 
-    ``runs`` [2 * kv heads * blocks] are those of its context and its own.
+    ``context`` has its own positions too.
     """
 
     first: int
     last: int
     origin: int
-    runs: torch.Tensor
+    context: GatheredRuns
     tiles: tuple[PrefillTile, ...]
 
 
@@ -154,19 +162,18 @@ class IndexBuilder:
         first = row + start - origin
         return PrefillTile(first, first + count, self._additive(hidden))
 
-    def _runs(self, batch: Batch, first: int, last: int, keys: int) -> torch.Tensor:
-        """K runs, then V runs, by entry, head and block, of at least ``keys`` positions.
-
-        Padded with an entry's last block.
-        Padding is masked, and its content belongs to the same entry: no entry can disturb another,
-        not even with an infinity or a NaN.
-        """
-        size = self._pool.shape.block_size
-        ends = (batch.lengths[first:last] - 1) // size
-        places = np.minimum(np.arange(-(keys // -size)), ends[:, None])
-        blocks = batch.blocks[places + batch.spans[first:last, 3, None]].astype(np.int64)
-        runs = (blocks[:, None] * self._pool.shape.block_runs + self._heads[:, None]).reshape(-1)
-        return self._tensor(np.concatenate((runs, runs + 1)))
+    def _runs(self, batch: Batch, first: int, last: int, keys: int) -> GatheredRuns:
+        """The runs of at least ``keys`` positions of each entry, padded with its last block."""
+        shape = self._pool.shape
+        ends = (batch.lengths[first:last, None] - 1) // shape.block_size
+        places = np.arange(-(keys // -shape.block_size))
+        blocks = batch.blocks[np.minimum(places, ends) + batch.spans[first:last, 3, None]]
+        firsts = blocks.astype(np.int64)[:, None] * shape.block_runs + self._heads[:, None]
+        runs = self._tensor(np.concatenate((firsts.reshape(-1), firsts.reshape(-1) + 1)))
+        if ends.min() == places[-1]:
+            return GatheredRuns(runs, None)
+        beyond = np.broadcast_to((places > ends)[:, None], (2, *firsts.shape))
+        return GatheredRuns(runs, self._tensor(np.flatnonzero(beyond)))
 
     def _mask(self, lengths: NDArray[np.int64]) -> torch.Tensor:
         """The additive mask [entries, 1, 1, keys] of decode entries of these lengths."""

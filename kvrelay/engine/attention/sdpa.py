@@ -8,8 +8,8 @@ view. The sizes are those of ``attention.index``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch.nn.functional import pad
@@ -19,6 +19,7 @@ from kvrelay.engine.attention.batch import Batch, ModelInputs
 from kvrelay.engine.attention.index import (
     QUERY_RUN,
     DecodeGroup,
+    GatheredRuns,
     IndexBuilder,
     PrefillEntry,
     PrefillTile,
@@ -34,7 +35,7 @@ class SdpaBackend:
     """SDPA over a pool in host or CUDA memory."""
 
     name = "sdpa"
-    profile = "sdpa-4"  # with the revision of the forward pass; torch is in the numeric profile
+    profile = "sdpa-5"  # with the revision of the forward pass; torch is in the numeric profile
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
@@ -49,8 +50,8 @@ class SdpaBackend:
         self.pool.clear(self._indices.opened(batch))
         groups = tuple(self._indices.groups(batch))
         prefills = tuple(self._indices.prefills(batch))
-        runs = [group.runs for group in groups] + [entry.runs for entry in prefills]
-        needed = max(len(each) for each in runs)
+        contexts = [group.context for group in groups] + [entry.context for entry in prefills]
+        needed = max(len(each.runs) for each in contexts)
         rows = self._indices.rows(batch)
         inputs = batch.inputs(self.pool.device)
         return SdpaStep(inputs, self.pool, rows, groups, prefills, self._room(needed))
@@ -106,28 +107,33 @@ class SdpaStep:
     ) -> None:
         """Attend tile by tile.
 
-        -inf in a mask hides no NaN, and a masked score that overflows is one. The rows before the
-        first that may do so are computed again, with it and all that follow zeroed.
+        -inf in a mask hides no NaN, and a masked score that overflows is one. The rows before each
+        that may do so are computed again, with it and all that follow zeroed.
         """
-        context = self._gather(layer, entry.runs, 1)[:, 0]
+        context = self._gather(layer, entry.context, 1)[:, 0]
         keys, values = context
         for tile in entry.tiles:
             out[tile.first : tile.last] = _attend_tile(tile, query, keys, values, scaling)
-        tame = _tame_rows([each[entry.first : entry.last] for each in new])
-        end = entry.first + tame
-        if end < entry.last:
-            context[:, :, entry.origin + tame :] = 0
+        wild = _wild_rows(*(each[entry.first : entry.last] for each in new))
+        for start, stop in reversed(list(pairwise((0, *wild)))):
+            context[:, :, entry.origin + stop :] = 0
             for tile in entry.tiles:
-                last = min(tile.last, end)
-                if tile.first < last:
+                first = max(tile.first, entry.first + start)
+                last = min(tile.last, entry.first + stop)
+                if first < last:
                     again = _attend_tile(tile, query, keys, values, scaling)
-                    out[tile.first : last] = again[: last - tile.first]
+                    out[first:last] = again[first - tile.first : last - tile.first]
 
-    def _gather(self, layer: int, runs: torch.Tensor, entries: int) -> torch.Tensor:
-        """The contexts of entries as [k|v, entry, kv head, position, head dim]."""
+    def _gather(self, layer: int, context: GatheredRuns, entries: int) -> torch.Tensor:
+        """The contexts of entries as [k|v, entry, kv head, position, head dim].
+
+        Padding is zero: it is masked, but an infinity or a NaN would reach the result.
+        """
         shape = self.pool.shape
-        room = self.workspace[: runs.shape[0]]
-        self.pool.gather(layer, runs, room)
+        room = self.workspace[: context.runs.shape[0]]
+        self.pool.gather(layer, context.runs, room)
+        if context.padding is not None:
+            room.index_fill_(0, context.padding, 0)
         return room.view(2, entries, shape.num_kv_heads, -1, shape.head_dim)
 
     def _decode(
@@ -135,20 +141,26 @@ class SdpaStep:
     ) -> torch.Tensor:
         """One query position per entry [entries, heads, head dim], padded contexts."""
         entries, heads, width = query.shape
-        keys, values = self._gather(layer, group.runs, entries)[..., : group.mask.shape[-1], :]
+        keys, values = self._gather(layer, group.context, entries)[..., : group.mask.shape[-1], :]
         grouped = query.reshape(entries, keys.shape[1], -1, width)
         rows = grouped.shape[2]
         out = attend(_rows(grouped), keys, values, group.mask, scaling)
         return out[:, :, :rows].reshape(entries, heads, width).contiguous()
 
 
-def _tame_rows(given: Sequence[torch.Tensor]) -> int:
-    """The number of rows of K and V before the first whose masked score may be no number."""
-    extremes = torch.stack([one for each in given for one in each.aminmax()])
+def _wild_rows(key: torch.Tensor, value: torch.Tensor) -> list[int]:
+    """The rows of K and V [rows, kv heads, head dim] whose masked score may be no number.
+
+    None after the first whose key is NaN in every head: from there on every result is NaN.
+    """
+    extremes = torch.stack([one for each in (key, value) for one in each.aminmax()])
     if bool((extremes.float().abs() <= LARGE).all()):
-        return len(given[0])
-    tame = [(each.float().abs() <= LARGE).flatten(1).all(1) for each in given]
-    return int(torch.stack(tame).all(0).int().argmin())
+        return []
+    tame = [(each.float().abs() <= LARGE).flatten(1).all(1) for each in (key, value)]
+    wild: list[int] = (~(tame[0] & tame[1])).nonzero()[:, 0].tolist()
+    lost = key.isnan().any(2).all(1)
+    end = int(lost.int().argmax()) if bool(lost.any()) else len(key)
+    return [row for row in wild if row <= end]
 
 
 def _attend_tile(

@@ -8,7 +8,6 @@ and on how a large tensor is divided among threads. Here every part is a whole n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from math import lcm
 
 import torch
 from torch.nn import functional
@@ -18,7 +17,7 @@ _GRAIN = 32768  # elements of one thread's part at least: internal::GRAIN_SIZE o
 _GRAIN_OF_GELU = 16384  # more are divided among all threads
 _VECTORS = 64  # elements of two vectors of 512 bits in a dtype of two bytes
 
-_Elementwise = Callable[[torch.Tensor], torch.Tensor]
+_Elementwise = Callable[..., torch.Tensor]
 _NAMES = ("sigmoid", "tanh", "exp", "exp2", "expm1", "erf", "rsqrt")
 _ACTIVATIONS = frozenset(
     [getattr(owner, name) for owner in (torch, torch.Tensor) for name in _NAMES]
@@ -28,29 +27,34 @@ _ACTIVATIONS = frozenset(
 )
 
 
-def vectorised(function: _Elementwise, given: torch.Tensor) -> torch.Tensor:
-    """An elementwise function of torch, all elements by vectors, whatever the number of threads."""
+def vectorised(
+    function: _Elementwise, given: torch.Tensor, *others: object, **named: object
+) -> torch.Tensor:
+    """An elementwise ``function(given, *others, **named)`` of torch, all elements by vectors."""
     if given.device.type != "cpu":
-        return function(given)
-    count = given.numel()
-    size = _padded(count, torch.get_num_threads())
+        return function(given, *others, **named)
+    count, threads = given.numel(), torch.get_num_threads()
+    size = padded(count, threads, function is functional.gelu)
     if size == count and given.is_contiguous():
-        return function(given)
+        return function(given, *others, **named)
     room = torch.empty(size, dtype=given.dtype)
     room[:count].view(given.shape).copy_(given)
     room[count:] = 0
-    return function(room)[:count].view(given.shape)
+    return function(room, *others, **named)[:count].view(given.shape)
 
 
-def _padded(count: int, threads: int) -> int:
-    """The least size of at least ``count`` that divides into parts of whole vectors."""
+def padded(count: int, threads: int, gelu: bool) -> int:
+    """The least size of at least ``count`` elements that threads divide into whole vectors."""
     size = count
     while True:
-        parts = min(threads, max(1, -(-size // _GRAIN)))
-        unit = _VECTORS * lcm(parts, threads if size > _GRAIN_OF_GELU else 1)
-        if size % unit == 0:
+        if gelu:
+            parts = threads if size > _GRAIN_OF_GELU else 1
+        else:
+            parts = min(threads, max(1, -(-size // _GRAIN)))
+        missing = -size % (_VECTORS * parts)
+        if not missing:
             return size
-        size += -size % unit
+        size += missing
 
 
 class Vectorising(TorchFunctionMode):
@@ -71,4 +75,4 @@ class Vectorising(TorchFunctionMode):
         if function not in _ACTIVATIONS or others.get("inplace") or "out" in others:
             return function(*args, **others)
         given, *rest = args or (others.pop("input"),)
-        return vectorised(lambda room: function(room, *rest, **others), given)
+        return vectorised(function, given, *rest, **others)

@@ -40,10 +40,10 @@ MUTANTS = {
     ),
     "a segment is merged without its scale": (
         KERNEL,
-        "g = all(share(part.tops[from], peak));",
+        "g = all(share(part.tops[from], peak, by));",
         "g = all(1.f);",
     ),
-    "a segment is merged into nothing": (KERNEL, "wide, begun < seg)", "wide, begun <= seg)"),
+    "a segment is merged into nothing": (KERNEL, "by, begun < seg)", "by, begun <= seg)"),
     "segments are merged in another order": (
         KERNEL,
         "State(item.split->parts + i * State",
@@ -92,9 +92,11 @@ MUTANTS = {
     "a tiny call wakes threads": (KERNEL, "SERIAL = 50e3", "SERIAL = 0"),
     "the first rows of a call are rounded otherwise": (
         KERNEL,
-        "s[i] = power(fused(load(scores + r * TILE + VECTOR * i), by, beside));",
-        "s[i] = group.vectors < 4 ? power(fused(load(scores + r * TILE + VECTOR * i), by, beside))"
-        " : power(add(multiply(load(scores + r * TILE + VECTOR * i), by), beside));",
+        "s[i] = power(multiply(subtract(load(scores + r * TILE + VECTOR * i), beside), by));",
+        "s[i] = group.vectors < 4"
+        " ? power(multiply(subtract(load(scores + r * TILE + VECTOR * i), beside), by))"
+        " : power(subtract(multiply(load(scores + r * TILE + VECTOR * i), by),"
+        " multiply(beside, by)));",
     ),
     "of a pair the even product is first": (
         LANES,

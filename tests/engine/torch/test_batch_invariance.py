@@ -7,7 +7,6 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,12 +16,13 @@ from torch.nn import functional
 from torch.nn.functional import gelu, silu
 
 from kvrelay.engine.attention.batch import pack
+from kvrelay.engine.attention.choice import choose_attention
 from kvrelay.engine.attention.index import TILE, keys_computed, queries_computed
 from kvrelay.engine.attention.pool import DTYPES, KVPool, PoolShape
 from kvrelay.engine.attention.sdpa import SdpaBackend, attend
 from kvrelay.engine.core.updates import Logprob, Work
 from kvrelay.engine.model.decoder import Decoder
-from kvrelay.engine.model.elementwise import Vectorising, vectorised
+from kvrelay.engine.model.elementwise import Vectorising, padded, vectorised
 from kvrelay.engine.model.forward import TransformersModel
 from kvrelay.engine.model.loading import LoadedModel, load_model
 from kvrelay.engine.runner import Runner
@@ -220,34 +220,43 @@ def test_an_element_of_an_activation_does_not_depend_on_its_place(
     name: str, dtype: torch.dtype
 ) -> None:
     """On one to eight threads, at any place of tensors of any size and stride."""
-    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    functions: dict[str, Callable[..., torch.Tensor]] = {
         "silu": silu,
         "gelu": gelu,
-        "gelu-tanh": partial(gelu, approximate="tanh"),
+        "gelu-tanh": gelu,
         "sigmoid": torch.sigmoid,
         "tanh": torch.tanh,
     }
     function = functions[name]
+    named = {"approximate": "tanh"} if name == "gelu-tanh" else {}
     seed = random.randrange(1 << 31)
     print(f"seed {seed}")
     rng, before = random.Random(seed), torch.get_num_threads()
     given = (torch.randn(160_000, generator=torch.Generator().manual_seed(seed)) * 4).to(dtype)
     try:
         torch.set_num_threads(1)
-        whole = vectorised(function, given)
-        torch.testing.assert_close(whole, function(given))
+        whole = vectorised(function, given, **named)
+        torch.testing.assert_close(whole, function(given, **named))
         for threads in range(1, 9):
             torch.set_num_threads(threads)
             for most in (40, 40, 70_000, 160_000):
                 count = rng.randint(1, most)
                 first = rng.randint(0, len(given) - count)
                 part = given[first : first + count]
-                assert torch.equal(vectorised(function, part), whole[first : first + count])
+                wanted = whole[first : first + count]
+                assert torch.equal(vectorised(function, part, **named), wanted)
             columns = given.view(400, 400)[:, 7:107]
             wanted = whole.view(400, 400)[:, 7:107]
-            assert torch.equal(vectorised(function, columns), wanted)
+            assert torch.equal(vectorised(function, columns, **named), wanted)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("threads", [1, 7, 89, 1024])
+def test_a_thread_adds_at_most_a_vector(threads: int, gelu: bool) -> None:
+    for count in (1, 20_000, 200_000, 10_000_000):
+        assert count <= padded(count, threads, gelu) < count + 64 * threads
 
 
 @pytest.mark.parametrize("attention", BACKENDS)
@@ -296,6 +305,62 @@ def test_a_key_whose_score_overflows_spoils_no_row_before_it(dtype: str) -> None
     assert sound.isfinite().all()
     key[200] = 1e30
     assert torch.equal(attended()[:200], sound[:200])
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
+@pytest.mark.parametrize("length", [40, 300])
+def test_a_result_depends_only_on_what_it_sees(compiled: None, attention: str, length: int) -> None:
+    """Among infinities, NaN and large numbers; cut anywhere, beside a longer context or alone."""
+    seed = random.randrange(1 << 31)
+    print(f"seed {seed}")
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    for _ in range(20):
+        query = torch.randn((length, 4, 32), generator=generator)
+        key, value = torch.randn((2, length, 2, 32), generator=generator)
+        for row in rng.sample(range(1, length), rng.randrange(5)):
+            wrong = rng.choice([torch.nan, torch.inf, -torch.inf, 1e9, 1e18])
+            # No two large keys are alike, whose scores would differ in float64 alone.
+            rng.choice([key, value])[row, :, : rng.choice([1, 32])] = wrong * (1 + row)
+        given = (query, key, value)
+        cut = rng.randrange(1, length)
+        whole = attended(attention, given, [length], beside=False)
+        for counts in ([cut, length - cut], [cut] + [1] * (length - cut)):
+            for beside in (False, True):
+                again = attended(attention, given, counts, beside)
+                torch.testing.assert_close(again, whole, rtol=0, atol=0, equal_nan=True)
+        wanted = definition(*given)
+        torch.testing.assert_close(whole, wanted, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def attended(
+    attention: str, given: Sequence[torch.Tensor], counts: Sequence[int], beside: bool
+) -> torch.Tensor:
+    """The results of Q, K and V, so many rows in a step; a longer context may be beside them."""
+    length = len(given[0])
+    pool = KVPool(PoolShape(38, 1, 16, 2, 32, "float32"))
+    pool.tensor.fill_(torch.nan)
+    backend, start, found = choose_attention(attention, pool).backend, 0, []
+    for count in counts:
+        works = [Work([0] * length, start, count, list(range(19)), length, None)]
+        parts = [each[start : start + count] for each in given]
+        if beside:
+            works.insert(0, Work([0] * 301, 300, 1, list(range(19, 38)), 301, None))
+            parts = [torch.cat((each[:1], each)) for each in parts]
+        query, key, value = parts
+        step = backend.step(pack(works, 16))
+        found.append(step.attend(0, query, key, value, None)[int(beside) :])
+        start += count
+    return torch.cat(found)
+
+
+def definition(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Causal attention, row by row over what it sees, in float64."""
+    rows = []
+    for row in range(len(query)):
+        keys, values = (each[: row + 1].double().repeat_interleave(2, 1) for each in (key, value))
+        scores = torch.einsum("hd,khd->hk", query[row].double(), keys) * 32**-0.5
+        rows.append(torch.einsum("hk,khd->hd", scores.softmax(1), values))
+    return torch.stack(rows).float()
 
 
 def embedding(loaded: LoadedModel) -> torch.Tensor:

@@ -114,7 +114,7 @@ def test_short_table_is_refused(pair: Callable[[str], Pair]) -> None:
 
 def test_backend_is_named(pair: Callable[[str], Pair]) -> None:
     loaded, _ = pair("llama")
-    assert Runner(loaded, 4, 4, "sdpa").attention_profile == "sdpa-4"
+    assert Runner(loaded, 4, 4, "sdpa").attention_profile == "sdpa-5"
     with pytest.raises(Rejected, match="attention_backend: 'magic' is not known"):
         Runner(loaded, 4, 4, attention_backend="magic")
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-constexpr int64_t REVISION = 2;  // of the definition of rows: a change of any bit is a new one
+constexpr int64_t REVISION = 3;  // of the definition of rows: a change of any bit is a new one
 
 constexpr int64_t FLOAT32 = 0;
 constexpr int64_t BFLOAT16 = 1;

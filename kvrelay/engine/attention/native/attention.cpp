@@ -184,7 +184,9 @@ inline Lanes tangent(Lanes x) {  // the hyperbolic one
 inline float larger(float a, float b) { return a > b ? a : b; }
 
 // By what a part with maximum `own` is scaled beside a maximum `peak` that is at least as large.
-inline float share(float own, float peak) { return own == peak ? 1.f : power(own - peak); }
+inline float share(float own, float peak, float by) {
+  return own == peak ? 1.f : power((own - peak) * by);
+}
 
 struct Scale {
   float by;           // of a score, or of the tangent of its soft cap
@@ -234,17 +236,17 @@ void weigh(Group& group, const Scale& scale, const State& state, float* scores, 
     peaks[r] = largest(peak);
   }
   float* tops = state.tops + group.first;
-  const Lanes past = load(tops), peak = larger(past, multiply(load(peaks), by));
-  const Lanes base = subtract(zero(), larger(all(-FLT_MAX), peak));  // finite if no key was seen
+  const Lanes past = load(tops), peak = larger(past, load(peaks));
+  const Lanes base = larger(all(-FLT_MAX), peak);  // finite if no key was seen
   store(tops, between(peak, 0, group.rows, past));
   store(bases, base);
-  store(group.factors, power(add(past, base)));
+  store(group.factors, power(multiply(subtract(past, base), by)));
   for (long r = 0; r < group.rows; r++) {
     float* sums = state.sums + (group.first + r) * VECTOR;
     const Lanes beside = all(bases[r]);
     Lanes sum = multiply(load(sums), all(group.factors[r])), s[TILE / VECTOR];
     UNROLL for (long i = 0; i < TILE / VECTOR; i++)
-      s[i] = power(fused(load(scores + r * TILE + VECTOR * i), by, beside));
+      s[i] = power(multiply(subtract(load(scores + r * TILE + VECTOR * i), beside), by));
     if constexpr (PAIRS) {
       UNROLL for (long i = 0; i < TILE / VECTOR; i += 2) {
         const Pairs made = store_weights(weights + r * TILE + VECTOR / 2 * i, s[i], s[i + 1]);
@@ -261,7 +263,8 @@ void weigh(Group& group, const Scale& scale, const State& state, float* scores, 
 }
 
 // Adds a segment of row `from` to row `to`; `begun`: there was one before.
-void merge(const State& target, long to, const State& part, long from, long wide, bool begun) {
+void merge(const State& target, long to, const State& part, long from, long wide, float by,
+           bool begun) {
   float *sums = target.sums + to * VECTOR, *acc = target.acc + to * wide;
   const float *more = part.sums + from * VECTOR, *next = part.acc + from * wide;
   if (!begun) {
@@ -271,7 +274,7 @@ void merge(const State& target, long to, const State& part, long from, long wide
     return;
   }
   const float peak = larger(target.tops[to], part.tops[from]);
-  const Lanes f = all(share(target.tops[to], peak)), g = all(share(part.tops[from], peak));
+  const Lanes f = all(share(target.tops[to], peak, by)), g = all(share(part.tops[from], peak, by));
   target.tops[to] = peak;
   store(sums, fused(load(more), g, multiply(load(sums), f)));
   for (long x = 0; x < wide; x += VECTOR)
@@ -399,7 +402,7 @@ struct Worker {
   void add(const State& total, const State& part, long seg) {
     each_row([&](long r, long position, long) {
       const long begun = first_seen(position) / SEGMENT;
-      if (begun <= seg && seg <= position / SEGMENT) merge(total, r, part, r, wide, begun < seg);
+      if (begun <= seg && seg <= position / SEGMENT) merge(total, r, part, r, wide, scale.by, begun < seg);
     });
   }
 
@@ -563,8 +566,9 @@ struct Worker {
       char* out = g.out + BYTES * (packed(position) * g.o_row + head * g.o_head);
       float sum = ::total(load(state.sums + r * VECTOR)), f = 1.f;
       if (g.sinks) {
-        const float sink = g.sinks[head] * float(LOG2E), peak = larger(state.tops[r], sink);
-        f = share(state.tops[r], peak);
+        const float top = state.tops[r] * scale.by, sink = g.sinks[head] * float(LOG2E);
+        const float peak = larger(top, sink);
+        f = share(top, peak, 1.f);
         sum = fmaf(sum, f, power(sink - peak));
       }
       for (long x = 0; x < wide; x += VECTOR) {  // + 0: hidden keys may turn the sign of a zero

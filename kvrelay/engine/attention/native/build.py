@@ -10,6 +10,7 @@ object of other sources nor a damaged one is loaded.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
@@ -18,10 +19,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 FOLDER = Path(__file__).resolve().parent
 COMMAND = "python -m kvrelay.engine.attention.native.build"
@@ -60,10 +62,18 @@ _STATIC = ("-static-libgcc", "-static-libstdc++")  # so that no runtime of C++ i
 _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 300.0  # for one object, on a machine that is busy
 _ROOM = "building-"  # the folder of one compilation
+_ENTRY = "kvrelay_attention"  # which every object has
 
 
 class BuildError(Exception):
     """Why nothing was compiled, in words for people."""
+
+
+class Built(NamedTuple):
+    """All whole objects, and what the compiler said of those that it did not compile now."""
+
+    objects: list[Path]
+    failures: dict[str, str]
 
 
 def variants() -> tuple[str, ...]:
@@ -114,31 +124,50 @@ def compiler() -> list[str]:
     raise BuildError(f"no C++ compiler was found ({tried})")
 
 
-def build(folder: Path = FOLDER, anew: bool = False) -> list[Path]:
-    """Compile into ``folder`` what is not there yet, or everything ``anew``.
+def build(folder: Path = FOLDER, anew: bool = False) -> Built:
+    """Compile into ``folder`` what is not there yet, or everything ``anew``; one build at a time.
 
     Removes damaged objects, those of other sources and the folders of killed builds. An instruction
-    set that does not compile keeps its old object, if any. Returns all whole objects. Raises
-    ``BuildError`` if the plain object does not compile.
+    set that does not compile keeps its old object, if any. Raises ``BuildError`` if the plain
+    object does not compile.
     """
+    with _alone_in(folder):
+        failures = _compile_missing(folder, anew)
+        whole = [path for path in objects("*", folder) if _is_whole(path)]
+        for path in folder.glob(f"{_ROOM}*"):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in folder.glob("*.so"):
+            if path not in whole:
+                path.unlink()
+    return Built(whole, failures)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Wait for other builds in the folder; their compilers have a time limit."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _compile_missing(folder: Path, anew: bool) -> dict[str, str]:
+    """The compiler's complaints, by variant. ``BuildError`` if the plain object is among them."""
     missing = [each for each in variants() if anew or whole_object(each, folder) is None]
-    if missing:
-        command = compiler()
-        # Taken now: if a source changes while the compiler reads, no later digest is this one.
-        sources = digest()
-        with ThreadPoolExecutor(2) as pool:
-            errors = list(pool.map(lambda v: _compile(command, v, sources, folder), missing))
-        if error := dict(zip(missing, errors, strict=True)).get(PLAIN):
-            raise BuildError(f"{shlex.join(command)} failed: {error}")
-    whole = [path for path in objects("*", folder) if _is_whole(path)]
-    for path in folder.glob(f"{_ROOM}*"):
-        with suppress(OSError):  # another build has removed it
-            if time.time() - path.stat().st_mtime > 2 * _SECONDS:
-                shutil.rmtree(path)
-    for path in folder.glob("*.so"):
-        if path not in whole:
-            path.unlink(missing_ok=True)
-    return whole
+    if not missing:
+        return {}
+    command = compiler()
+    # Taken now: if a source changes while the compiler reads, no later digest is this one.
+    sources = digest()
+    with ThreadPoolExecutor(2) as pool:
+        errors = list(pool.map(lambda v: _compile(command, v, sources, folder), missing))
+    failures = {variant: error for variant, error in zip(missing, errors, strict=True) if error}
+    if PLAIN in failures:
+        raise BuildError(f"{shlex.join(command)} failed: {failures[PLAIN]}")
+    return failures
 
 
 def flags_and_sources(name: str, folder: Path = FOLDER) -> list[str]:
@@ -165,9 +194,9 @@ def _compile(command: list[str], variant: str, sources: str, folder: Path) -> st
         if not made.exists():
             return "it wrote no object"
         try:
-            ctypes.CDLL(str(made))
-        except OSError as error:
-            return f"what it wrote cannot be loaded: {error}"
+            getattr(ctypes.CDLL(str(made)), _ENTRY)
+        except (OSError, AttributeError) as error:
+            return f"what it wrote cannot be used: {error}"
         whole = folder / f"{variant}-{sources}-{_own_digest(made)}.so"
         made.replace(whole)
     for path in folder.glob(f"{variant}-*.so"):
@@ -178,6 +207,11 @@ def _compile(command: list[str], variant: str, sources: str, folder: Path) -> st
 
 if __name__ == "__main__":
     try:
-        print("\n".join(f"ready: {path}" for path in build(anew=True)))
+        ready, failed = build(anew=True)
+        print("\n".join(f"ready: {path}" for path in ready))
+        for name, complaint in failed.items():
+            print(f"not compiled: {name}: {complaint}", file=sys.stderr)
+    except KeyboardInterrupt:
+        sys.exit(130)
     except (BuildError, OSError) as failure:
         sys.exit(f"the attention kernel was not compiled: {failure}")

@@ -100,8 +100,12 @@ def load_kernel() -> NativeKernel:
         return _load(forced)
     except NoKernel as error:
         if forced:
-            raise Rejected(FORCED, f"{forced} cannot be used: {error}") from error
+            raise Rejected(FORCED, _unusable(forced, error)) from error
         raise
+
+
+def _unusable(variant: str, reason: object) -> str:
+    return f"{variant} cannot be used: {reason}; unset the variable for the best that can"
 
 
 def load_object(variant: str, folder: Path = FOLDER) -> Function:
@@ -174,7 +178,7 @@ def products_of(dtype: torch.dtype) -> Products | NoProducts:
         forced = ""
     found = _load_products(forced, dtype)
     if forced and isinstance(found, NoProducts):
-        raise Rejected(FORCED_PRODUCTS, f"{forced} cannot be used: {found.reason}")
+        raise Rejected(FORCED_PRODUCTS, _unusable(forced, found.reason))
     return found
 
 

@@ -22,7 +22,7 @@ float tangent(float x) {
   return copysignf((1.f - e) / (1.f + e), x);
 }
 
-float share(float own, float peak) { return own == peak ? 1.f : power(own - peak); }
+float share(float own, float peak, float by) { return own == peak ? 1.f : power((own - peak) * by); }
 
 struct Part {
   float top, sums[16], *acc;
@@ -32,13 +32,15 @@ struct Row {
   const Arguments& g;
   const int64_t* entry;
   const int64_t index, head, last, first;
-  const int64_t size, step;
+  const int64_t size;
+  const float by;
+  const int64_t step;
   const bool tiles;
 
   Row(const Arguments& g, const int64_t* entry, int64_t index, int64_t head)
       : g(g), entry(entry), index(index), head(head), last(entry[1] + index),
         first(g.window ? most(0, last - g.window + 1) : 0), size(bytes_of(g.kind)),
-        step(g.kind == BFLOAT16 ? 2 : 1), tiles(g.tiles && g.kind == BFLOAT16) {}
+        by(float((g.softcap > 0 ? g.softcap : g.scale) * LOG2E)), step(g.kind == BFLOAT16 ? 2 : 1), tiles(g.tiles && g.kind == BFLOAT16) {}
 
   const char* key(int64_t p) const {
     return g.pool + size * (g.tables[entry[3] + p / g.block_size] * g.s_block + g.layer * g.s_layer +
@@ -62,7 +64,6 @@ struct Row {
 
   // Keys of one tile, those that the row sees.
   void add_tile(int64_t tile, int64_t end, Part& part) const {
-    const float by = float((g.softcap > 0 ? g.softcap : g.scale) * LOG2E);
     const float capped = g.softcap > 0 ? float(g.scale / g.softcap) : 0.f;
     float s[TILE], w[TILE] = {}, high = -INFINITY;
     const int64_t from = most(first, tile) - tile, to = least(end, tile + TILE) - tile;
@@ -71,14 +72,14 @@ struct Row {
       if (capped != 0.f) s[i] = tangent(s[i] * capped);
       high = larger(high, s[i]);
     }
-    const float past = part.top, peak = larger(past, high * by);
-    const float base = peak == -INFINITY ? 0.f : -peak;
+    const float past = part.top, peak = larger(past, high);
+    const float base = peak == -INFINITY ? 0.f : peak;
     for (int64_t i = from; i < to; i++) {
-      w[i] = power(fmaf(s[i], by, base));
+      w[i] = power((s[i] - base) * by);
       if (g.kind == BFLOAT16) w[i] = number(uint32_t(bfloat16(w[i])) << 16);
     }
     if (peak != past) {
-      const float f = power(past - peak);
+      const float f = power((past - peak) * by);
       for (float& x : part.sums) x *= f;
       for (int64_t d = 0; d < g.dim; d++) part.acc[d] *= f;
       part.top = peak;
@@ -118,7 +119,7 @@ struct Row {
 
   void merge(Part& whole, const Part& part) const {
     const float peak = larger(whole.top, part.top);
-    const float f = share(whole.top, peak), h = share(part.top, peak);
+    const float f = share(whole.top, peak, by), h = share(part.top, peak, by);
     whole.top = peak;
     for (int i = 0; i < 16; i++) whole.sums[i] = fmaf(part.sums[i], h, whole.sums[i] * f);
     for (int64_t d = 0; d < g.dim; d++) whole.acc[d] = fmaf(part.acc[d], h, whole.acc[d] * f);
@@ -129,8 +130,9 @@ struct Row {
       for (int i = 0; i < half; i++) whole.sums[i] += whole.sums[i + half];
     float sum = whole.sums[0], f = 1.f;
     if (g.sinks) {
-      const float sink = g.sinks[head] * float(LOG2E), peak = larger(whole.top, sink);
-      f = share(whole.top, peak);
+      const float top = whole.top * by, sink = g.sinks[head] * float(LOG2E);
+      const float peak = larger(top, sink);
+      f = share(top, peak, 1.f);
       sum = fmaf(sum, f, power(sink - peak));
     }
     char* out = g.out + size * ((entry[0] + index) * g.o_row + head * g.o_head);
