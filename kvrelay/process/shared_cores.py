@@ -12,6 +12,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import stat
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -46,18 +47,21 @@ class SharedCores:
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise Rejected("shared_cores", f"{path}: {error.strerror}") from error
+            raise _rejected(path, error.strerror) from error
         try:
-            size = os.fstat(self._file).st_size
+            found = os.fstat(self._file)
+            if not stat.S_ISREG(found.st_mode):
+                raise ValueError("it is not a file")
+            size = found.st_size
             if size > WORKERS or not set(os.pread(self._file, WORKERS, 0)) <= {0, _COMPUTES}:
-                raise ValueError("it has other content: name a new file")
+                raise ValueError("it has other content")
             if size < WORKERS:
                 os.pwrite(self._file, b"\0", WORKERS - 1)  # the map needs bytes, not a hole
             self._computing = mmap.mmap(self._file, WORKERS)
             self._place = self._take_place()
         except (OSError, ValueError) as error:
             os.close(self._file)
-            raise Rejected("shared_cores", f"{path}: {error}") from error
+            raise _rejected(path, error) from error
         computing = ctypes.addressof((ctypes.c_uint8 * WORKERS).from_buffer(self._computing))
         self.view = CoresView(computing, WORKERS, share, most, cores)
 
@@ -93,6 +97,10 @@ class SharedCores:
         self.rest()
         self._computing.close()
         os.close(self._file)
+
+
+def _rejected(path: str, why: object) -> Rejected:
+    return Rejected("shared_cores", f"{path!r}: {why}: name a new file in a folder that exists")
 
 
 class SharedCoresFile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -119,7 +120,7 @@ def test_the_cores_of_all_killed_workers_come_back(tmp_path: Path) -> None:
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path, text: str) -> None:
     path = tmp_path / "notes"
     path.write_text(text)
-    with pytest.raises(Rejected, match=r"shared_cores.*notes: it has other content"):
+    with pytest.raises(Rejected, match=r"shared_cores.*notes': it has other content: name a new"):
         SharedCores(str(path), 1, 8, 8)
     assert path.read_text() == text
 
@@ -150,10 +151,18 @@ def test_as_many_workers_as_there_are_places(
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
-    with pytest.raises(Rejected, match=r"shared_cores.*missing/cores"):
-        SharedCores(str(tmp_path / "missing" / "cores"), 1, 8, 8)
-    with pytest.raises(Rejected, match="shared_cores"):
-        SharedCores(str(tmp_path), 1, 8, 8)
+    for path in (tmp_path / "missing" / "cores", tmp_path):
+        with pytest.raises(Rejected, match=re.escape(f"shared_cores: {str(path)!r}: ")):
+            SharedCores(str(path), 1, 8, 8)
+    with pytest.raises(Rejected, match=r"shared_cores: '': .* name a new file"):
+        SharedCores("", 1, 8, 8)
+
+
+def test_what_is_not_a_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (str(tmp_path / "pipe"), "/dev/zero"):
+        with pytest.raises(Rejected, match=f"{path}': it is not a file"):
+            SharedCores(path, 1, 8, 8)
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux has files in memory")

@@ -32,29 +32,29 @@ def torch_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("kind", "shares"), [("llama", True), ("mixtral", False)])
-def test_only_a_dense_decoder_shares(tmp_path: Path, kind: str, shares: bool) -> None:
+@pytest.mark.parametrize(("kind", "uses"), [("llama", True), ("mixtral", False)])
+def test_only_a_dense_decoder_uses_idle_cores(tmp_path: Path, kind: str, uses: bool) -> None:
     """The experts of a mixture round differently with another number of threads."""
     model = load_model(tiny_model(kind, tmp_path / kind), "float32", "cpu")
     profile_of = partial(numeric_profile, model, "auto")
-    assert native.may_share_cores(model, 1, 4, profile_of) is shares
-    assert not native.may_share_cores(model, 4, 4, profile_of)
+    assert native.may_use_idle_cores(model, 1, 4, profile_of) is uses
+    assert not native.may_use_idle_cores(model, 4, 4, profile_of)
 
 
 @pytest.mark.parametrize(
     ("kind", "given", "threads"),
     [
-        *(("llama", {}, (4, False)), ("llama", {"threads": 2}, (2, False))),
-        *(
-            ("llama", {"shared_cores": "f"}, (1, True)),
-            ("mixtral", {"shared_cores": "f"}, (4, False)),
-        ),
-        ("llama", {"shared_cores": "f", "threads": 2}, (2, True)),
-        ("mixtral", {"shared_cores": "f", "threads": 2}, (2, False)),
+        ("llama", {}, (4, 4)),
+        ("llama", {"threads": 2}, (2, 2)),
+        ("llama", {"shared_cores": "f"}, (1, 4)),
+        ("mixtral", {"shared_cores": "f"}, (4, 4)),
+        ("llama", {"shared_cores": "f", "threads": 2}, (2, 4)),
+        ("llama", {"shared_cores": "f", "threads": 6}, (6, 6)),
+        ("mixtral", {"shared_cores": "f", "threads": 2}, (2, 2)),
     ],
 )
 def test_the_threads_of_a_worker(
-    tmp_path: Path, kind: str, given: dict[str, str | int], threads: tuple[int, bool]
+    tmp_path: Path, kind: str, given: dict[str, str | int], threads: tuple[int, int]
 ) -> None:
     path = tiny_model(kind, tmp_path / kind)
     config = WorkerConfig(model=str(path), **given)  # type: ignore[arg-type]
@@ -66,11 +66,17 @@ def test_threads_that_change_a_bit_are_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = load_model(tiny_model("llama", tmp_path / "llama"), "float32", "cpu")
-    assert not native.may_share_cores(model, 1, 4, lambda threads: f"native/of/bits/{threads}")
+    assert not native.may_use_idle_cores(model, 1, 4, lambda threads: f"native/of/bits/{threads}")
     assert "4 threads compute other bits than 1" in caplog.text
 
 
-def test_a_worker_says_when_it_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "own", "used"), [("llama", 1, 3), ("llama", 4, 4), ("mixtral", 1, 1)]
+)
+def test_a_worker_says_when_it_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, own: int, used: int
+) -> None:
+    """One whose number of threads is fixed, too: the others count it."""
     monkeypatch.setattr(cores, "BYTES_A_THREAD", 1)
     monkeypatch.setattr(native, "available_cores", lambda: 3)
     shared, ended = tmp_path / "cores", threading.Event()
@@ -86,10 +92,10 @@ def test_a_worker_says_when_it_computes(tmp_path: Path, monkeypatch: pytest.Monk
                 ended.set()
 
     config = WorkerConfig(
-        model=str(tiny_model("llama", tmp_path / "llama", eos_token_id=None)),
+        model=str(tiny_model(kind, tmp_path / kind, eos_token_id=None)),
         dtype="float32",
         device="cpu",
-        threads=1,
+        threads=own,
         num_blocks=16,
         shared_cores=str(shared),
     )
@@ -102,5 +108,5 @@ def test_a_worker_says_when_it_computes(tmp_path: Path, monkeypatch: pytest.Monk
     finally:
         engine.close()
     assert computing == {1}
-    assert threads == {3}
+    assert threads == {used}
     assert shared.read_bytes()[0] == 0

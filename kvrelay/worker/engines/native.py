@@ -74,18 +74,19 @@ def _open(
         max_model_len=info.max_model_len,
         eos_token_ids=info.eos_token_ids,
     )
-    most = model_threads(model.weight_bytes, available_cores())
-    if model.device.type == "cpu":
-        own = config.threads or most
-        check_openmp(max(own, most) if config.shared_cores else own)
+    useful = model_threads(model.weight_bytes, available_cores())
+    on_cpu = model.device.type == "cpu"
+    if on_cpu:
+        own = config.threads or useful
+        check_openmp(own if config.shared_cores is None else max(own, useful))
     way = way_of(config, model)
     profile_of = cache(lambda threads: numeric_profile(model, way.backend, threads, way.facts))
-    threads, shares = threads_of(config, model, most, profile_of)
+    threads, most = threads_of(config, model, useful, profile_of)
     on_device = CudaAllocator(model.device) if model.device.type == "cuda" else None
     limits = limits_of(config, model, on_device, way)
     runner = open_runner(model, limits, way, threads)
     profile = profile_of(threads)
-    if config.shared_cores and shares:
+    if on_cpu and config.shared_cores is not None:
         shared = SharedCores(config.shared_cores, threads, most, available_cores())
         runner.share(shared)
         options = replace(options, on_rest=shared.rest)
@@ -125,32 +126,35 @@ def way_of(config: WorkerConfig, model: LoadedModel) -> Way:
 
 
 def threads_of(
-    config: WorkerConfig, model: LoadedModel, most: int, profile_of: Callable[[int], str]
-) -> tuple[int, bool]:
-    """The threads of a worker that are always its own, and whether it may use more cores.
+    config: WorkerConfig, model: LoadedModel, useful: int, profile_of: Callable[[int], str]
+) -> tuple[int, int]:
+    """The threads of a worker that are always its own, and the most that a step may have.
 
-    By default all that the model can use, and one if it shares the cores with other workers.
+    By default the ``useful`` ones; with shared cores one is its own, and it may use idle cores if
+    that changes no bit.
     """
-    own = config.threads or 1
-    if config.shared_cores is not None and may_share_cores(model, own, most, profile_of):
-        return own, True
-    return config.threads or most, False
+    if config.shared_cores is not None:
+        own = config.threads or 1
+        if may_use_idle_cores(model, own, useful, profile_of):
+            return own, useful
+    own = config.threads or useful
+    return own, own
 
 
-def may_share_cores(
-    model: LoadedModel, threads: int, most: int, profile_of: Callable[[int], str]
+def may_use_idle_cores(
+    model: LoadedModel, own: int, useful: int, profile_of: Callable[[int], str]
 ) -> bool:
-    """Whether a step may have up to ``most`` threads: logs why not.
+    """Whether a step may have more threads than its ``own``: logs why not.
 
     Only a dense decoder on the CPU computes the same bits on any number of threads.
     """
-    if most <= threads or model.device.type != "cpu":
+    if useful <= own or model.device.type != "cpu":
         return False
     if isinstance(model.forward, TransformersModel):
-        log.info("cores are not shared: results of %s may depend on threads", model.info.name)
+        log.info("idle cores are not used: results of %s may depend on threads", model.info.name)
         return False
-    if profile_of(most) != profile_of(threads):
-        log.warning("cores are not shared: %d threads compute other bits than %d", most, threads)
+    if profile_of(useful) != profile_of(own):
+        log.warning("idle cores are not used: %d threads compute other bits than %d", useful, own)
         return False
     return True
 
