@@ -133,7 +133,7 @@ def _worker(config: ClusterConfig, role: str, index: int, port: int, url: str) -
         "store": None if _is_secret(url) else url,
         "host": LOOPBACK,
         "port": port,
-        "threads": worker_threads(config),
+        "threads": worker_threads(config) if workers > 1 else config.threads,
         "block-size": config.block_size,
         "num-blocks": config.num_blocks,
         "kv-memory": config.kv_memory,

@@ -69,6 +69,7 @@ class Runner:
         self._forward = forward_for(loaded.forward, self._backend)
         self.attention_reason = chosen.reason  # why it is not a better one; empty: it is the best
         self._threads = threads
+        self._useful: Callable[[int], int] | None = None
         self._shared: SharedCores | None = None
         self._masks = MaskThread(loaded.info.vocab_size, self._mask_threads(loaded.device))
         self._sampler: DeviceSampler | None = None
@@ -83,7 +84,7 @@ class Runner:
 
     @property
     def threads(self) -> int:
-        """The number of intra-op threads of a step; the least, if cores are shared."""
+        """The number of intra-op threads of a step; the least, if a step may have more."""
         return self._threads or torch.get_num_threads()
 
     @property
@@ -91,8 +92,12 @@ class Runner:
         """Steps that were CUDA graphs."""
         return 0 if self._graphs is None else self._graphs.replays
 
+    def widen(self, useful: Callable[[int], int]) -> None:
+        """Let each step have as many threads as are ``useful`` for its number of positions."""
+        self._useful = useful
+
     def share(self, cores: SharedCores) -> None:
-        """Let each step have as many threads as other workers leave; call it before any step.
+        """Bound each step's threads by the cores that other workers leave; call it before any step.
 
         A compiled forward pass asks again at each layer: a step of a prompt takes seconds.
         """
@@ -167,7 +172,7 @@ class Runner:
 
     def compute(self, works: Sequence[Work]) -> Computed:
         """Store the KV of all works, and compute the logits of the rows that sample."""
-        threads = self._threads if self._shared is None else self._shared.compute()
+        threads = self._step_threads(works)
         if threads is not None and torch.get_num_threads() != threads:
             torch.set_num_threads(threads)  # OpenMP keeps it per thread
         batch = self._packer.pack(works)
@@ -181,6 +186,13 @@ class Runner:
             return Computed(batch, logits, plan, step.inputs.words)
         launched = self._backend.step(batch)
         return Computed(batch, self._logits(launched), plan, launched.inputs.words)
+
+    def _step_threads(self, works: Sequence[Work]) -> int | None:
+        """``None``: as many as torch has."""
+        threads = self._threads
+        if self._useful is not None:
+            threads = max(self.threads, self._useful(sum(work.count for work in works)))
+        return threads if self._shared is None else self._shared.compute(threads or self.threads)
 
     def _logits(self, step: AttentionStep) -> torch.Tensor:
         inputs = step.inputs

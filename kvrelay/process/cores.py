@@ -20,6 +20,9 @@ BYTES_A_THREAD = 32 << 20
 """Of weights. A step wakes the threads some ten times a layer: on weights that one thread reads in
 a few milliseconds that costs more than a second thread saves (benchmarks/README.md)."""
 
+POSITIONS = 32
+"""Of a step: their products take about as long as it takes to read the weights."""
+
 MOST_THREADS = 8
 """By default: as many as the tests compare to the bit, wherever a prompt is cut."""
 
@@ -42,10 +45,14 @@ def available_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     return max(1, min([known or 1, *(int(quota) for quota in _quotas(proc, cgroup))]))
 
 
-def model_threads(weight_bytes: int, cores: int, workers: int = 1) -> int:
-    """Threads of one of so many workers on these cores; a small model has one."""
+def model_threads(weight_bytes: int, cores: int, workers: int = 1, positions: int = 1) -> int:
+    """Threads of one of so many workers on these cores, for a step of so many positions.
+
+    A small model has one, except in long steps.
+    """
     share = max(1, cores // workers)
-    return min(share, max(1, weight_bytes // BYTES_A_THREAD), MOST_THREADS)
+    work = weight_bytes * max(1, positions // POSITIONS)
+    return min(share, max(1, work // BYTES_A_THREAD), MOST_THREADS)
 
 
 def set_torch_variables(environ: MutableMapping[str, str] | None = None) -> None:

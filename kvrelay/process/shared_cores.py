@@ -35,14 +35,12 @@ class CoresView(ctypes.Structure):
 class SharedCores:
     """One worker's place in the file; a process has at most one for each file.
 
-    ``share`` threads are always its own, ``most`` are the most that its model can use, ``cores``
-    are all that the workers share.
+    ``share`` threads are always its own, ``cores`` are all that the workers share.
     """
 
-    def __init__(self, path: str, share: int, most: int, cores: int) -> None:
+    def __init__(self, path: str, share: int, cores: int) -> None:
         """Create the file if it is missing. ``Rejected`` if it cannot be used."""
         self._share = share
-        self._most = most
         self._cores = cores
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -63,7 +61,7 @@ class SharedCores:
             os.close(self._file)
             raise _rejected(path, error) from error
         computing = ctypes.addressof((ctypes.c_uint8 * WORKERS).from_buffer(self._computing))
-        self.view = CoresView(computing, WORKERS, share, most, cores)
+        self.view = CoresView(computing, WORKERS, share, share, cores)
 
     def _take_place(self) -> int:
         """The first byte whose lock no process holds; the lock ends with this process.
@@ -83,10 +81,11 @@ class SharedCores:
             raise ValueError(f"{WORKERS} workers share it already")
         return own
 
-    def compute(self) -> int:
-        """A step begins: the number of threads for it."""
+    def compute(self, most: int) -> int:
+        """A step begins, which can use ``most`` threads: the number that it gets."""
         self._computing[self._place] = _COMPUTES
-        return min(self._most, max(self._share, self._cores // sum(self._computing[:])))
+        self.view.most = most
+        return min(most, max(self._share, self._cores // sum(self._computing[:])))
 
     def rest(self) -> None:
         """There is nothing to compute: others may use the cores."""

@@ -87,7 +87,8 @@ class WorkerConfig(TracingOptions):
     )
     threads: int | None = option(
         None,
-        f"CPU threads of the model; default: by its size, at most the cores and {MOST_THREADS}",
+        "CPU threads of the model; default: by its size and a step's, at most the cores and"
+        f" {MOST_THREADS}",
         low=1,
         high=1024,
     )

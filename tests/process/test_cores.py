@@ -16,6 +16,7 @@ import pytest
 from kvrelay.process.cores import (
     BYTES_A_THREAD,
     MOST_THREADS,
+    POSITIONS,
     SPINS,
     available_cores,
     model_threads,
@@ -77,6 +78,12 @@ def test_a_quota_of_version_1(proc: Path, tmp_path: Path, quota: str, cores: int
 def test_a_small_model_has_one_thread() -> None:
     assert model_threads(BYTES_A_THREAD - 1, 16) == 1
     assert model_threads(0, 16) == 1
+
+
+def test_a_small_model_has_more_in_long_steps() -> None:
+    weights = BYTES_A_THREAD // 4
+    found = [model_threads(weights, 4, positions=n * POSITIONS) for n in (1, 7, 8, 12, 1000)]
+    assert found == [1, 1, 2, 3, 4]
 
 
 def test_a_large_model_has_its_share_of_the_cores() -> None:

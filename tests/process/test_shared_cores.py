@@ -19,28 +19,29 @@ from kvrelay.process.shared_cores import SharedCores, SharedCoresFile
 PROGRAM = """
 import sys
 from kvrelay.process.shared_cores import SharedCores
-path, share, most, cores = sys.argv[1], *map(int, sys.argv[2:])
-shared = SharedCores(path, share, most, cores)
+path, share, cores = sys.argv[1], *map(int, sys.argv[2:])
+shared = SharedCores(path, share, cores)
 print("open", flush=True)
 for line in sys.stdin:
-    print(getattr(shared, line.strip())(), flush=True)
+    method, *given = line.split()
+    print(getattr(shared, method)(*map(int, given)), flush=True)
 """
 
 
 class Worker:
     """Another process that shares the cores."""
 
-    def __init__(self, path: Path | str, share: int = 1, most: int = 8, cores: int = 8) -> None:
+    def __init__(self, path: Path | str, share: int = 1, cores: int = 8) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(path), str(share), str(most), str(cores)],
+            [sys.executable, "-c", PROGRAM, str(path), str(share), str(cores)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
         assert self._line() == "open"
 
-    def compute(self) -> int:
-        return int(self._ask("compute"))
+    def compute(self, most: int = 8) -> int:
+        return int(self._ask(f"compute {most}"))
 
     def rest(self) -> None:
         self._ask("rest")
@@ -62,8 +63,8 @@ class Worker:
 
 
 @contextmanager
-def worker(path: Path | str, share: int = 1, most: int = 8, cores: int = 8) -> Iterator[Worker]:
-    made = Worker(path, share, most, cores)
+def worker(path: Path | str, share: int = 1, cores: int = 8) -> Iterator[Worker]:
+    made = Worker(path, share, cores)
     try:
         yield made
     finally:
@@ -84,10 +85,12 @@ def test_a_worker_that_computes_alone_uses_all_cores(tmp_path: Path) -> None:
         assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_never_fewer_than_its_own_nor_more_than_the_model_uses(tmp_path: Path) -> None:
+def test_never_fewer_than_its_own_nor_more_than_the_step_uses(tmp_path: Path) -> None:
     path = tmp_path / "cores"
-    with worker(path, 3) as first, worker(path, 1, 5) as second, worker(path, 1) as third:
-        assert second.compute() == 5
+    with worker(path, 3) as first, worker(path, 1) as second, worker(path, 1) as third:
+        assert second.compute(5) == 5
+        assert second.compute(1) == 1
+        assert second.compute(8) == 8
         third.compute()
         assert first.compute() == 3
         assert third.compute() == 2
@@ -121,7 +124,7 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path, text: str) -> No
     path = tmp_path / "notes"
     path.write_text(text)
     with pytest.raises(Rejected, match=r"shared_cores.*notes': it has other content: name a new"):
-        SharedCores(str(path), 1, 8, 8)
+        SharedCores(str(path), 1, 8)
     assert path.read_text() == text
 
 
@@ -129,8 +132,8 @@ def test_a_closed_worker_uses_no_core(tmp_path: Path) -> None:
     path = tmp_path / "cores"
     with worker(path) as other:
         before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
-        with closing(SharedCores(str(path), 1, 8, 8)) as shared:
-            assert shared.compute() == 8
+        with closing(SharedCores(str(path), 1, 8)) as shared:
+            assert shared.compute(8) == 8
             assert other.compute() == 4
         assert other.compute() == 8
         if before is not None:
@@ -147,22 +150,22 @@ def test_as_many_workers_as_there_are_places(
             stack.enter_context(worker(path))
         os.truncate(path, 2)  # theirs has 256 places
         with pytest.raises(Rejected, match=r"shared_cores.*2 workers share it already"):
-            SharedCores(str(path), 1, 8, 8)
+            SharedCores(str(path), 1, 8)
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     for path in (tmp_path / "missing" / "cores", tmp_path):
         with pytest.raises(Rejected, match=re.escape(f"shared_cores: {str(path)!r}: ")):
-            SharedCores(str(path), 1, 8, 8)
+            SharedCores(str(path), 1, 8)
     with pytest.raises(Rejected, match=r"shared_cores: '': .* name a new file"):
-        SharedCores("", 1, 8, 8)
+        SharedCores("", 1, 8)
 
 
 def test_what_is_not_a_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (str(tmp_path / "pipe"), "/dev/zero"):
         with pytest.raises(Rejected, match=f"{path}': it is not a file"):
-            SharedCores(path, 1, 8, 8)
+            SharedCores(path, 1, 8)
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux has files in memory")

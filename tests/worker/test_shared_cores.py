@@ -32,22 +32,23 @@ def torch_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("kind", "uses"), [("llama", True), ("mixtral", False)])
-def test_only_a_dense_decoder_uses_idle_cores(tmp_path: Path, kind: str, uses: bool) -> None:
+@pytest.mark.parametrize(("kind", "more"), [("llama", True), ("mixtral", False)])
+def test_only_a_dense_decoder_may_have_more(tmp_path: Path, kind: str, more: bool) -> None:
     """The experts of a mixture round differently with another number of threads."""
     model = load_model(tiny_model(kind, tmp_path / kind), "float32", "cpu")
     profile_of = partial(numeric_profile, model, "auto")
-    assert native.may_use_idle_cores(model, 1, 4, profile_of) is uses
-    assert not native.may_use_idle_cores(model, 4, 4, profile_of)
+    assert native.may_have_more(model, 1, 4, profile_of) is more
+    assert not native.may_have_more(model, 4, 4, profile_of)
 
 
 @pytest.mark.parametrize(
     ("kind", "given", "threads"),
     [
-        ("llama", {}, (4, 4)),
+        ("llama", {}, (1, 4)),
+        ("mixtral", {}, (1, 1)),
         ("llama", {"threads": 2}, (2, 2)),
         ("llama", {"shared_cores": "f"}, (1, 4)),
-        ("mixtral", {"shared_cores": "f"}, (4, 4)),
+        ("mixtral", {"shared_cores": "f"}, (1, 1)),
         ("llama", {"shared_cores": "f", "threads": 2}, (2, 4)),
         ("llama", {"shared_cores": "f", "threads": 6}, (6, 6)),
         ("mixtral", {"shared_cores": "f", "threads": 2}, (2, 2)),
@@ -66,8 +67,8 @@ def test_threads_that_change_a_bit_are_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = load_model(tiny_model("llama", tmp_path / "llama"), "float32", "cpu")
-    assert not native.may_use_idle_cores(model, 1, 4, lambda threads: f"native/of/bits/{threads}")
-    assert "4 threads compute other bits than 1" in caplog.text
+    assert not native.may_have_more(model, 1, 4, lambda threads: f"native/of/bits/{threads}")
+    assert "every step has 1 threads: 4 compute other bits" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -110,3 +111,32 @@ def test_a_worker_says_when_it_computes(
     assert computing == {1}
     assert threads == {used}
     assert shared.read_bytes()[0] == 0
+
+
+@pytest.mark.parametrize(("given", "short"), [({}, 1), ({"threads": 2}, 2)])
+def test_a_long_step_of_a_small_model_has_more_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, int], short: int
+) -> None:
+    """Not with a number of threads that is given."""
+    path = tiny_model("llama", tmp_path / "llama", eos_token_id=None)
+    weights = load_model(path, "float32", "cpu").weight_bytes
+    monkeypatch.setattr(cores, "BYTES_A_THREAD", 2 * weights)
+    monkeypatch.setattr(native, "available_cores", lambda: 3)
+    ended, threads = threading.Event(), []
+
+    def deliver(updates: Sequence[tuple[str, Update]]) -> None:
+        for _, update in updates:
+            if isinstance(update, Token):
+                threads.append(torch.get_num_threads())
+            if isinstance(update, Ended):
+                ended.set()
+
+    config = WorkerConfig(model=str(path), dtype="float32", device="cpu", num_blocks=16, **given)  # type: ignore[arg-type]
+    engine = native.open_native(config, Credentials(), deliver, EngineOptions()).engine
+    try:
+        engine.start()
+        engine.submit(Order("a", tuple(range(3, 203)), 200, 3), Sampling())
+        assert ended.wait(SECONDS)
+    finally:
+        engine.close()
+    assert threads == [given.get("threads", 3), short, short]

@@ -107,8 +107,8 @@ class SdpaStep:
     ) -> None:
         """Attend tile by tile.
 
-        -inf in a mask hides no NaN, and a masked score that overflows is one. The rows before each
-        that may do so are computed again, with it and all that follow zeroed.
+        -inf in a mask hides no NaN, and a masked score that overflows is one. So the rows before
+        each of ``_wild_rows`` are computed again, with it and all that follow zeroed.
         """
         context = self._gather(layer, entry.context, 1)[:, 0]
         keys, values = context

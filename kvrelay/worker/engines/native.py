@@ -38,7 +38,12 @@ from kvrelay.engine.model.loading import LoadedModel, load_model
 from kvrelay.engine.numerics import numeric_profile
 from kvrelay.engine.runner import GraphOptions, Runner
 from kvrelay.engine.step_down import DeviceExaminer, Way, choose_way
-from kvrelay.process.cores import available_cores, in_passing_thread, model_threads
+from kvrelay.process.cores import (
+    MOST_THREADS,
+    available_cores,
+    in_passing_thread,
+    model_threads,
+)
 from kvrelay.process.memory import host_memory
 from kvrelay.process.shared_cores import SharedCores
 from kvrelay.rpc.security.credentials import Credentials
@@ -74,20 +79,22 @@ def _open(
         max_model_len=info.max_model_len,
         eos_token_ids=info.eos_token_ids,
     )
-    useful = model_threads(model.weight_bytes, available_cores())
-    on_cpu = model.device.type == "cpu"
+    cores, on_cpu = available_cores(), model.device.type == "cpu"
     if on_cpu:
-        own = config.threads or useful
-        check_openmp(own if config.shared_cores is None else max(own, useful))
+        fixed = config.threads if config.shared_cores is None else None
+        check_openmp(fixed or max(config.threads or 1, min(cores, MOST_THREADS)))
     way = way_of(config, model)
     profile_of = cache(lambda threads: numeric_profile(model, way.backend, threads, way.facts))
-    threads, most = threads_of(config, model, useful, profile_of)
+    threads, most = threads_of(config, model, cores, profile_of)
     on_device = CudaAllocator(model.device) if model.device.type == "cuda" else None
     limits = limits_of(config, model, on_device, way)
     runner = open_runner(model, limits, way, threads)
     profile = profile_of(threads)
+    if most > threads:
+        weights = model.weight_bytes
+        runner.widen(lambda positions: model_threads(weights, cores, positions=positions))
     if on_cpu and config.shared_cores is not None:
-        shared = SharedCores(config.shared_cores, threads, most, available_cores())
+        shared = SharedCores(config.shared_cores, threads, cores)
         runner.share(shared)
         options = replace(options, on_rest=shared.rest)
     namespace = namespace_of(config, served, config.block_size, profile, credentials)
@@ -126,35 +133,38 @@ def way_of(config: WorkerConfig, model: LoadedModel) -> Way:
 
 
 def threads_of(
-    config: WorkerConfig, model: LoadedModel, useful: int, profile_of: Callable[[int], str]
+    config: WorkerConfig, model: LoadedModel, cores: int, profile_of: Callable[[int], str]
 ) -> tuple[int, int]:
-    """The threads of a worker that are always its own, and the most that a step may have.
+    """The threads of every step of a worker, and the most that a step may have.
 
-    By default the ``useful`` ones; with shared cores one is its own, and it may use idle cores if
-    that changes no bit.
+    A step has more than its own only if that changes no bit, and not if ``--threads`` alone is
+    given. With shared cores one is the worker's own by default, else as many as are useful for a
+    step of one position.
     """
-    if config.shared_cores is not None:
-        own = config.threads or 1
-        if may_use_idle_cores(model, own, useful, profile_of):
-            return own, useful
+    useful = model_threads(model.weight_bytes, cores)
+    shares = config.shared_cores is not None
+    if shares or config.threads is None:
+        own, most = config.threads or (1 if shares else useful), min(cores, MOST_THREADS)
+        if may_have_more(model, own, most, profile_of):
+            return own, most
     own = config.threads or useful
     return own, own
 
 
-def may_use_idle_cores(
-    model: LoadedModel, own: int, useful: int, profile_of: Callable[[int], str]
+def may_have_more(
+    model: LoadedModel, own: int, most: int, profile_of: Callable[[int], str]
 ) -> bool:
-    """Whether a step may have more threads than its ``own``: logs why not.
+    """Whether a step may have up to ``most`` threads: logs why not.
 
     Only a dense decoder on the CPU computes the same bits on any number of threads.
     """
-    if useful <= own or model.device.type != "cpu":
+    if most <= own or model.device.type != "cpu":
         return False
     if isinstance(model.forward, TransformersModel):
-        log.info("idle cores are not used: results of %s may depend on threads", model.info.name)
+        log.info("every step has as many threads: results of %s depend on them", model.info.name)
         return False
-    if profile_of(useful) != profile_of(own):
-        log.warning("idle cores are not used: %d threads compute other bits than %d", useful, own)
+    if profile_of(most) != profile_of(own):
+        log.warning("every step has %d threads: %d compute other bits", own, most)
         return False
     return True
 

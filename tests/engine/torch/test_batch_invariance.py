@@ -134,7 +134,7 @@ class ChangingCores(SharedCores):
         self._bytes = (ctypes.c_uint8 * WORKERS)()
         self.view = CoresView(ctypes.addressof(self._bytes), WORKERS, 1, 8, 8)
 
-    def compute(self) -> int:
+    def compute(self, most: int) -> int:
         return self._rng.randint(1, 8)
 
     @contextmanager
