@@ -125,8 +125,8 @@ class ClusterConfig(TracingOptions):
     )
     threads: int | None = option(
         None,
-        "threads of a worker; default: by the model's size, at most cores / workers and"
-        f" {MOST_THREADS}, and those of idle workers on Linux",
+        "threads of a worker; default: by the sizes of the model and of the step, at most"
+        f" cores / workers and {MOST_THREADS}, and those of idle workers on Linux",
         low=1,
         high=1024,
     )

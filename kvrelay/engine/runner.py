@@ -94,6 +94,7 @@ class Runner:
 
     def widen(self, useful: Callable[[int], int]) -> None:
         """Let each step have as many threads as are ``useful`` for its number of positions."""
+        self._threads = self.threads
         self._useful = useful
 
     def share(self, cores: SharedCores) -> None:

@@ -87,15 +87,15 @@ class WorkerConfig(TracingOptions):
     )
     threads: int | None = option(
         None,
-        "CPU threads of the model; default: by its size and a step's, at most the cores and"
-        f" {MOST_THREADS}",
+        "CPU threads of a step; default: by the sizes of the model and of the step, at most the"
+        f" cores and {MOST_THREADS}",
         low=1,
         high=1024,
     )
     shared_cores: str | None = option(
         None,
         "workers of this machine that name the same file share its cores: --threads (default: 1)"
-        " are a worker's own, and one that computes alone uses all",
+        " are a worker's own, and a step has those of idle workers too, if they are of use",
         metavar="FILE",
     )
     grace: float = option(10.0, "seconds that open requests get after SIGTERM", low=0.0)

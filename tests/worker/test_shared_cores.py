@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -37,8 +40,7 @@ def test_only_a_dense_decoder_may_have_more(tmp_path: Path, kind: str, more: boo
     """The experts of a mixture round differently with another number of threads."""
     model = load_model(tiny_model(kind, tmp_path / kind), "float32", "cpu")
     profile_of = partial(numeric_profile, model, "auto")
-    assert native.may_have_more(model, 1, 4, profile_of) is more
-    assert not native.may_have_more(model, 4, 4, profile_of)
+    assert (native.against_more(model, 1, 4, profile_of) == "") is more
 
 
 @pytest.mark.parametrize(
@@ -63,12 +65,38 @@ def test_the_threads_of_a_worker(
     assert native.threads_of(config, model, 4, partial(numeric_profile, model, "auto")) == threads
 
 
-def test_threads_that_change_a_bit_are_not_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize(
+    ("variable", "value", "why"),
+    [
+        ("OMP_THREAD_LIMIT", "3", "OMP_THREAD_LIMIT: 3 is less than 4 threads"),
+        ("OTHER", "", "with more it has other bits"),
+    ],
+)
+def test_a_step_has_no_more_threads_for_a_reason(
+    tmp_path: Path, shares: bool, variable: str, value: str, why: str
 ) -> None:
-    model = load_model(tiny_model("llama", tmp_path / "llama"), "float32", "cpu")
-    assert not native.may_have_more(model, 1, 4, lambda threads: f"native/of/bits/{threads}")
-    assert "every step has 1 threads: 4 compute other bits" in caplog.text
+    """Which is logged, and does not keep a worker from its start. OpenMP reads its limit once."""
+    program = """
+import logging, sys
+from kvrelay.engine.model.loading import load_model
+from kvrelay.worker.config import WorkerConfig
+from kvrelay.worker.engines import native
+logging.basicConfig(level=logging.INFO)
+path, shared = sys.argv[1], sys.argv[2] or None
+config = WorkerConfig(model=path, shared_cores=shared)
+model = load_model(path, "float32", "cpu")
+print(native.threads_of(config, model, 4, lambda threads: f"native/of/bits/{threads}"))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, tiny_model("llama", tmp_path), "file" if shares else ""],
+        env={**os.environ, "OMP_NUM_THREADS": "1", variable: value},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "(1, 1)\n", done.stderr
+    assert f"every step has 1 of 4 threads: {why}" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -115,14 +115,16 @@ class SdpaStep:
         for tile in entry.tiles:
             out[tile.first : tile.last] = _attend_tile(tile, query, keys, values, scaling)
         wild = _wild_rows(*(each[entry.first : entry.last] for each in new))
+        zeroed = context.shape[2]
         for start, stop in reversed(list(pairwise((0, *wild)))):
-            context[:, :, entry.origin + stop :] = 0
+            context[:, :, entry.origin + stop : zeroed] = 0
+            zeroed = entry.origin + stop
             for tile in entry.tiles:
                 first = max(tile.first, entry.first + start)
                 last = min(tile.last, entry.first + stop)
                 if first < last:
-                    again = _attend_tile(tile, query, keys, values, scaling)
-                    out[first:last] = again[first - tile.first : last - tile.first]
+                    part = _part(tile, first, last)
+                    out[first:last] = _attend_tile(part, query, keys, values, scaling)
 
     def _gather(self, layer: int, context: GatheredRuns, entries: int) -> torch.Tensor:
         """The contexts of entries as [k|v, entry, kv head, position, head dim].
@@ -151,16 +153,24 @@ class SdpaStep:
 def _wild_rows(key: torch.Tensor, value: torch.Tensor) -> list[int]:
     """The rows of K and V [rows, kv heads, head dim] whose masked score may be no number.
 
-    None after the first whose key is NaN in every head: from there on every result is NaN.
+    None after the first whose key is NaN in every head, or whose value is nothing else: from there
+    on every result is NaN.
     """
     extremes = torch.stack([one for each in (key, value) for one in each.aminmax()])
     if bool((extremes.float().abs() <= LARGE).all()):
         return []
     tame = [(each.float().abs() <= LARGE).flatten(1).all(1) for each in (key, value)]
     wild: list[int] = (~(tame[0] & tame[1])).nonzero()[:, 0].tolist()
-    lost = key.isnan().any(2).all(1)
+    lost = key.isnan().any(2).all(1) | value.isnan().flatten(1).all(1)
     end = int(lost.int().argmax()) if bool(lost.any()) else len(key)
     return [row for row in wild if row <= end]
+
+
+def _part(tile: PrefillTile, first: int, last: int) -> PrefillTile:
+    """Packed rows ``[first, last)`` of a tile."""
+    rows = torch.arange(queries_computed(last - first), device=tile.mask.device)
+    rows = (rows + first - tile.first).clamp_(max=len(tile.mask) - 1)
+    return PrefillTile(first, last, tile.mask[rows])
 
 
 def _attend_tile(

@@ -38,6 +38,7 @@ from kvrelay.engine.model.loading import LoadedModel, load_model
 from kvrelay.engine.numerics import numeric_profile
 from kvrelay.engine.runner import GraphOptions, Runner
 from kvrelay.engine.step_down import DeviceExaminer, Way, choose_way
+from kvrelay.errors import Rejected
 from kvrelay.process.cores import (
     MOST_THREADS,
     available_cores,
@@ -81,8 +82,7 @@ def _open(
     )
     cores, on_cpu = available_cores(), model.device.type == "cpu"
     if on_cpu:
-        fixed = config.threads if config.shared_cores is None else None
-        check_openmp(fixed or max(config.threads or 1, min(cores, MOST_THREADS)))
+        check_openmp(config.threads or model_threads(model.weight_bytes, cores))
     way = way_of(config, model)
     profile_of = cache(lambda threads: numeric_profile(model, way.backend, threads, way.facts))
     threads, most = threads_of(config, model, cores, profile_of)
@@ -109,7 +109,7 @@ def _open(
         namer=namer,
         numeric_profile=profile,
         attention=runner.attention_profile,
-        threads=runner.threads,
+        threads=str(threads) if most == threads else f"{threads} to {most}",
         store_counters=counters_of(connector),
     )
 
@@ -137,36 +137,32 @@ def threads_of(
 ) -> tuple[int, int]:
     """The threads of every step of a worker, and the most that a step may have.
 
-    A step has more than its own only if that changes no bit, and not if ``--threads`` alone is
-    given. With shared cores one is the worker's own by default, else as many as are useful for a
-    step of one position.
+    By default as many as are useful for a step of one position; one, with shared cores. A step may
+    have more if that changes no bit, and if ``--threads`` is not given alone. Logs why not.
     """
-    useful = model_threads(model.weight_bytes, cores)
-    shares = config.shared_cores is not None
-    if shares or config.threads is None:
-        own, most = config.threads or (1 if shares else useful), min(cores, MOST_THREADS)
-        if may_have_more(model, own, most, profile_of):
-            return own, most
-    own = config.threads or useful
-    return own, own
+    useful, shares = model_threads(model.weight_bytes, cores), config.shared_cores is not None
+    own, most = config.threads or (1 if shares else useful), min(cores, MOST_THREADS)
+    fixed = config.threads or useful
+    if most <= own or model.device.type != "cpu" or not (shares or config.threads is None):
+        return fixed, fixed
+    if against := against_more(model, own, most, profile_of):
+        log.info("every step has %d of %d threads: %s", fixed, most, against)
+        return fixed, fixed
+    return own, most
 
 
-def may_have_more(
-    model: LoadedModel, own: int, most: int, profile_of: Callable[[int], str]
-) -> bool:
-    """Whether a step may have up to ``most`` threads: logs why not.
+def against_more(model: LoadedModel, own: int, most: int, profile_of: Callable[[int], str]) -> str:
+    """Why no step may have ``most`` threads instead of its ``own``; empty if it may.
 
     Only a dense decoder on the CPU computes the same bits on any number of threads.
     """
-    if most <= own or model.device.type != "cpu":
-        return False
     if isinstance(model.forward, TransformersModel):
-        log.info("every step has as many threads: results of %s depend on them", model.info.name)
-        return False
-    if profile_of(most) != profile_of(own):
-        log.warning("every step has %d threads: %d compute other bits", own, most)
-        return False
-    return True
+        return f"the results of {model.info.name} may depend on their number"
+    try:
+        check_openmp(most)
+    except Rejected as error:
+        return str(error)
+    return "" if profile_of(most) == profile_of(own) else "with more it has other bits"
 
 
 def open_runner(model: LoadedModel, limits: EngineLimits, way: Way, threads: int) -> Runner:

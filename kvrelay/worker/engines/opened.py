@@ -67,7 +67,7 @@ class OpenedEngine:
     namer: Namer
     numeric_profile: str
     attention: str
-    threads: int
+    threads: str
     store_counters: Callable[[], ConnectorCounters] | None
 
 

@@ -76,7 +76,7 @@ def open_vllm(
         namer=Namer(namespace),
         numeric_profile=numerics,
         attention=attention,
-        threads=threads,
+        threads=str(threads),
         store_counters=None if config.store is None else opened[0].counters,
     )
 

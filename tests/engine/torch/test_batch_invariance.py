@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 from torch.nn.functional import gelu, silu
 
+from kvrelay.engine.attention import sdpa
 from kvrelay.engine.attention.batch import pack
 from kvrelay.engine.attention.choice import choose_attention
 from kvrelay.engine.attention.index import TILE, keys_computed, queries_computed
@@ -310,7 +311,10 @@ def test_a_key_whose_score_overflows_spoils_no_row_before_it(dtype: str) -> None
 @pytest.mark.parametrize("attention", BACKENDS)
 @pytest.mark.parametrize("length", [40, 300])
 def test_a_result_depends_only_on_what_it_sees(compiled: None, attention: str, length: int) -> None:
-    """Among infinities, NaN and large numbers; cut anywhere, beside a longer context or alone."""
+    """Among infinities, NaN and large numbers; cut anywhere, beside a longer context or alone.
+
+    In float32: in the others SDPA makes a row that sees an infinite score 0 or NaN by its keys.
+    """
     seed = random.randrange(1 << 31)
     print(f"seed {seed}")
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -330,6 +334,36 @@ def test_a_result_depends_only_on_what_it_sees(compiled: None, attention: str, l
                 torch.testing.assert_close(again, whole, rtol=0, atol=0, equal_nan=True)
         wanted = definition(*given)
         torch.testing.assert_close(whole, wanted, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong", "most"),
+    [(1, torch.nan, 1.1), (2, torch.nan, 1.1), (1, torch.inf, 18), (2, torch.inf, 18)],
+)
+def test_rows_of_large_numbers_cost_a_few_rows_each(
+    monkeypatch: pytest.MonkeyPatch, place: int, wrong: float, most: float
+) -> None:
+    """None after the first from which everything is NaN."""
+    given = torch.randn((3, 600, 4, 32), generator=torch.Generator().manual_seed(6))
+    given[place] = wrong
+    queries: list[int] = []
+
+    def counted(
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        queries.append(query.shape[2])
+        return attend(query, keys, values, mask, scaling)
+
+    monkeypatch.setattr(sdpa, "attend", counted)
+    query, key, value = given
+    batch = pack([Work([0] * 600, 0, 600, list(range(38)), 600, None)], 16)
+    backend = SdpaBackend(KVPool(PoolShape(38, 1, 16, 4, 32, "float32")))
+    backend.step(batch).attend(0, query, key, value, None)
+    assert sum(queries) <= most * 600
 
 
 def attended(

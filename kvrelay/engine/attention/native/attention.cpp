@@ -3,7 +3,7 @@
 // A row is one query head at one position; plain.cpp is its definition, and every object gives the
 // same bits. Keys are taken in tiles of TILE from position 0. A score is one chain of multiply-adds
 // over the head's dimensions; a tile's maximum moves the running one; weights are exp2 of the
-// differences; an output is one chain over the visible keys. Every SEGMENT keys begin anew, and the
+// scaled differences; an output is one chain over the visible keys. Every SEGMENT keys begin anew, and the
 // segments are merged in order. Rows share packed tiles and registers, never an accumulator, so
 // neither other rows, nor where a prompt is cut, nor the number of threads can change a bit.
 // Build with -ffp-contract=off.

@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -135,10 +136,12 @@ def build(folder: Path = FOLDER, anew: bool = False) -> Built:
         failures = _compile_missing(folder, anew)
         whole = [path for path in objects("*", folder) if _is_whole(path)]
         for path in folder.glob(f"{_ROOM}*"):
-            shutil.rmtree(path, ignore_errors=True)
+            with suppress(OSError):  # without locks, another build may have removed it
+                if time.time() - path.stat().st_mtime > 2 * _SECONDS:
+                    shutil.rmtree(path)
         for path in folder.glob("*.so"):
             if path not in whole:
-                path.unlink()
+                path.unlink(missing_ok=True)
     return Built(whole, failures)
 
 

@@ -32,15 +32,15 @@ struct Row {
   const Arguments& g;
   const int64_t* entry;
   const int64_t index, head, last, first;
-  const int64_t size;
-  const float by;
-  const int64_t step;
+  const int64_t size, step;
   const bool tiles;
+  const float by;  // of a score, or of the tangent of its soft cap
 
   Row(const Arguments& g, const int64_t* entry, int64_t index, int64_t head)
       : g(g), entry(entry), index(index), head(head), last(entry[1] + index),
         first(g.window ? most(0, last - g.window + 1) : 0), size(bytes_of(g.kind)),
-        by(float((g.softcap > 0 ? g.softcap : g.scale) * LOG2E)), step(g.kind == BFLOAT16 ? 2 : 1), tiles(g.tiles && g.kind == BFLOAT16) {}
+        step(g.kind == BFLOAT16 ? 2 : 1), tiles(g.tiles && g.kind == BFLOAT16),
+        by(float((g.softcap > 0 ? g.softcap : g.scale) * LOG2E)) {}
 
   const char* key(int64_t p) const {
     return g.pool + size * (g.tables[entry[3] + p / g.block_size] * g.s_block + g.layer * g.s_layer +
