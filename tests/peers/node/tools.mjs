@@ -6,8 +6,12 @@ const [baseURL, model, given] = process.argv.slice(2);
 const client = new OpenAI({ baseURL, apiKey: "none", maxRetries: 0 });
 const parameters = {
   type: "object",
-  properties: { city: { enum: ["Boston", "Lisbon"] }, count: { enum: [1, 2, 3] } },
-  required: ["city", "count"],
+  properties: {
+    city: { enum: ["Boston", "Lisbon"] },
+    count: { enum: [1, 2, 3] },
+    note: { enum: ["long ".repeat(100)] }, // the stream lasts longer than a pause of the machine
+  },
+  required: ["city", "count", "note"],
   additionalProperties: false,
 };
 const place = { type: "function", function: { name: "place", parameters } };
@@ -18,7 +22,7 @@ const asked = {
   tool_choice: { type: "function", function: { name: "place" } },
   temperature: 0,
   seed: 3,
-  max_tokens: 200,
+  max_tokens: 800,
 };
 
 const whole = (await client.chat.completions.create(asked)).choices[0];
