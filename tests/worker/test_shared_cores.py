@@ -6,9 +6,10 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -108,18 +109,7 @@ def test_a_worker_says_when_it_computes(
     """One whose number of threads is fixed, too: the others count it."""
     monkeypatch.setattr(cores, "BYTES_A_THREAD", 1)
     monkeypatch.setattr(native, "available_cores", lambda: 3)
-    shared, ended = tmp_path / "cores", threading.Event()
-    computing: set[int] = set()
-    threads: set[int] = set()
-
-    def deliver(updates: Sequence[tuple[str, Update]]) -> None:
-        for _, update in updates:
-            if isinstance(update, Token):
-                threads.add(torch.get_num_threads())  # of the engine's thread, which calls this
-                computing.add(shared.read_bytes()[0])
-            if isinstance(update, Ended):
-                ended.set()
-
+    shared = tmp_path / "cores"
     config = WorkerConfig(
         model=str(tiny_model(kind, tmp_path / kind, eos_token_id=None)),
         dtype="float32",
@@ -128,43 +118,64 @@ def test_a_worker_says_when_it_computes(
         num_blocks=16,
         shared_cores=str(shared),
     )
-    engine = native.open_native(config, Credentials(), deliver, EngineOptions()).engine
-    try:
-        assert shared.read_bytes()[0] == 0
-        engine.start()
-        engine.submit(Order("a", (1, 2, 3), 3, 40), Sampling())
-        assert ended.wait(SECONDS)
-    finally:
-        engine.close()
-    assert computing == {1}
-    assert threads == {used}
+    opened: list[int] = []
+    seen = at_each_token(
+        config,
+        tokens=(1, 2, 3),
+        count=40,
+        look=lambda: (torch.get_num_threads(), shared.read_bytes()[0]),
+        before=lambda: opened.append(shared.read_bytes()[0]),
+    )
+    assert opened == [0]
+    assert set(seen) == {(used, 1)}
     assert shared.read_bytes()[0] == 0
 
 
-@pytest.mark.parametrize(("given", "short"), [({}, 1), ({"threads": 2}, 2)])
+@pytest.mark.parametrize(("given", "short"), [(None, 1), (2, 2)])
 def test_a_long_step_of_a_small_model_has_more_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, int], short: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: int | None, short: int
 ) -> None:
     """Not with a number of threads that is given."""
     path = tiny_model("llama", tmp_path / "llama", eos_token_id=None)
     weights = load_model(path, "float32", "cpu").weight_bytes
     monkeypatch.setattr(cores, "BYTES_A_THREAD", 2 * weights)
     monkeypatch.setattr(native, "available_cores", lambda: 3)
-    ended, threads = threading.Event(), []
+    config = WorkerConfig(
+        model=str(path), dtype="float32", device="cpu", num_blocks=16, threads=given
+    )
+    threads = at_each_token(
+        config, tokens=tuple(range(3, 203)), count=3, look=torch.get_num_threads
+    )
+    assert threads == [given or 3, short, short]
+
+
+T = TypeVar("T")
+
+
+def at_each_token(
+    config: WorkerConfig,
+    *,
+    tokens: tuple[int, ...],
+    count: int,
+    look: Callable[[], T],
+    before: Callable[[], object] = lambda: None,
+) -> list[T]:
+    """What the engine's thread sees when it delivers each of ``count`` tokens."""
+    ended, seen = threading.Event(), list[T]()
 
     def deliver(updates: Sequence[tuple[str, Update]]) -> None:
         for _, update in updates:
             if isinstance(update, Token):
-                threads.append(torch.get_num_threads())
+                seen.append(look())
             if isinstance(update, Ended):
                 ended.set()
 
-    config = WorkerConfig(model=str(path), dtype="float32", device="cpu", num_blocks=16, **given)  # type: ignore[arg-type]
     engine = native.open_native(config, Credentials(), deliver, EngineOptions()).engine
     try:
+        before()
         engine.start()
-        engine.submit(Order("a", tuple(range(3, 203)), 200, 3), Sampling())
+        engine.submit(Order("a", tokens, len(tokens), count), Sampling())
         assert ended.wait(SECONDS)
     finally:
         engine.close()
-    assert threads == [given.get("threads", 3), short, short]
+    return seen

@@ -71,7 +71,7 @@ class BuildError(Exception):
 
 
 class Built(NamedTuple):
-    """All whole objects, and what the compiler said of those that it did not compile now."""
+    """All whole objects. ``failures`` has the compiler's complaint for each variant that failed."""
 
     objects: list[Path]
     failures: dict[str, str]
